@@ -1,8 +1,8 @@
 """Checks that partitions compute at the same time, and that devices copy while they compute.
 
 How much overlaps in a step depends on the machine, so the figures of ``pipe.record()`` are only
-reported. But if nothing ever overlaps on two or more GPUs, though their tasks are long enough to
-tell, something serialises them: this does not hold.
+reported. But if no two partitions ever compute at the same time on two or more GPUs, though their
+tasks are long enough to tell, something serialises them: this does not hold.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ __all__: list[str] = []
 
 LONG_ENOUGH = 1e-3  # seconds per task: clocks of two GPUs agree to some 50 us
 NEGLIGIBLE = 0.01  # share of the time
-COPIES_MEAN = "copies wait for computation and it for them: training is slower than it has to be"
-PARTITIONS_MEAN = "the GPUs take turns, so there is no gain from having several of them"
+MEANS = "the GPUs take turns, so there is no gain from having several of them"
 
 
 def check(devices: Devices, case: Case) -> Iterator[Finding]:
@@ -45,12 +44,10 @@ def check(devices: Devices, case: Case) -> Iterator[Finding]:
             copying, beside = _copying(timeline)
             if copying:
                 hidden.append(beside / copying)
-    excuse = why_not_judged(devices, min(forwards))
-    seen = f"of the time two or more partitions compute ({case.name})"
-    yield judged("partitions at the same time", together, seen, excuse, PARTITIONS_MEAN)
+    yield judge(devices, together, min(forwards), case.name)
     if hidden:
-        seen = "of the time of copies their source computes"
-        yield judged("copies while computing", hidden, seen, excuse, COPIES_MEAN)
+        seen = f"{min(hidden):.0%} to {max(hidden):.0%} of the time of copies their source computes"
+        yield Finding("copies while computing", REPORTED, seen)
 
 
 def why_not_judged(devices: Devices, forward: float) -> str:
@@ -64,11 +61,13 @@ def why_not_judged(devices: Devices, forward: float) -> str:
     return next((reason for reason, holds in reasons.items() if holds), "")
 
 
-def judged(check: str, shares: list[float], what: str, excuse: str, means: str) -> Finding:
-    """Makes the finding from the shares of all schedules."""
-    seen = f"{min(shares):.0%} to {max(shares):.0%} {what}"
+def judge(devices: Devices, shares: list[float], forward: float, what: str) -> Finding:
+    """Makes the finding from the shares of all schedules, and the time of a forward task."""
+    check = "partitions at the same time"
+    seen = f"{min(shares):.0%} to {max(shares):.0%} of the time two or more compute ({what})"
+    excuse = why_not_judged(devices, forward)
     if not excuse and max(shares) < NEGLIGIBLE:
-        return Finding(check, BROKEN, seen, means)
+        return Finding(check, BROKEN, seen, MEANS)
     return Finding(check, REPORTED, seen + f"; not judged: {excuse}" * bool(excuse))
 
 

@@ -145,8 +145,7 @@ def test_copies_are_hidden_while_the_gpu_that_they_come_from_computes() -> None:
 def test_only_gpus_that_take_turns_without_need_are_a_fault(
     devices: Devices, share: float, task: float, outcome: str
 ) -> None:
-    excuse = overlap.why_not_judged(devices, task)
-    assert overlap.judged("together", [0.0, share], "seen", excuse, "bad").outcome == outcome
+    assert overlap.judge(devices, [0.0, share], task, "chain").outcome == outcome
 
 
 def test_overlap_is_not_judged_where_the_user_wants_none(monkeypatch: pytest.MonkeyPatch) -> None:

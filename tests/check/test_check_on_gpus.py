@@ -147,19 +147,20 @@ def overlapping() -> dict[str, Finding]:
     return {row.check: row for row in found}
 
 
-@pytest.mark.multi_gpu
-@pytest.mark.usefixtures("long_tasks")
-def test_how_much_overlaps_is_reported() -> None:
-    for row in overlapping().values():
-        assert row.outcome == REPORTED and "not judged" not in row.seen
+def most_hidden() -> int:
+    """Returns the percentage of copies beside computation, of the schedule that has most."""
+    seen = overlapping()["copies while computing"].seen
+    return int(seen.partition(" to ")[2].partition("%")[0])
 
 
 @pytest.mark.multi_gpu
 @pytest.mark.usefixtures("long_tasks")
-def test_copies_on_the_compute_stream_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_how_much_overlaps_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = overlapping()["partitions at the same time"]
+    assert found.outcome == REPORTED and "not judged" not in found.seen
+    assert most_hidden() > 50
     monkeypatch.setattr(CopyStreams, "get", lambda self, device, i: compute_stream(device))
-    found = overlapping()["copies while computing"]
-    assert found.outcome == BROKEN and found.seen.startswith("0% to 0% of the time of copies")
+    assert most_hidden() < 50
 
 
 @pytest.mark.multi_gpu
