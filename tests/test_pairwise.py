@@ -34,22 +34,6 @@ def test_every_pair_of_values_is_covered(cases: list[Case]) -> None:
     assert pairs([cases[k] for k in pairwise(cases)]) == pairs(cases)
 
 
-def test_a_subset_is_small() -> None:
-    """No choice can be smaller than the number of pairs of the two largest parameters."""
-    assert len(pairwise(FULL["of the same size"])) <= 16
-    assert len(pairwise(FULL["of different sizes"])) == 21
-
-
-def test_two_parameters_lose_no_case_and_one_loses_none() -> None:
-    assert pairwise(FULL["of two"]) == list(range(6))
-    assert pairwise([("a",), ("b",)]) == [0, 1]
-    assert pairwise([]) == []
-
-
-def test_a_repeated_case_is_chosen_once() -> None:
-    assert pairwise([("a", 1), ("a", 1)]) == [0]
-
-
 def test_the_choice_is_the_same_each_time_and_in_order() -> None:
     cases = FULL["of the same size"]
     assert pairwise(cases) == pairwise(cases) == sorted(pairwise(cases))

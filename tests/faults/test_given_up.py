@@ -13,22 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from pipert import Observer, Pipe, PipelineTimeout, ReentrantCallError, TaskInfo
-from pipert.observe.counters import Counters
-from pipert.schedules.plan import plan_call
 from tests.activations import until
 from tests.faults.stuck import SHORT, WAIT, Stuck
 from tests.layers import Apply
-
-
-def test_the_input_is_dropped_with_the_error(no_gc: None) -> None:
-    with Stuck() as stuck:
-        x = stuck.x.clone()
-        gone = weakref.ref(x)
-        with pytest.raises(PipelineTimeout) as caught:
-            stuck.pipe(x, timeout=SHORT)
-        del x, caught
-        stuck.until_back()
-        assert until(lambda: gone() is None)
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["call", "step"])
@@ -101,25 +88,6 @@ def test_an_observer_that_calls_the_pipe_in_a_task_is_refused_and_dropped() -> N
         pipe(torch.ones(2, 1))
         pipe(torch.ones(2, 1))
     assert len(refused) == 1
-
-
-def test_an_observer_may_close_the_pipe_from_a_task() -> None:
-    class Closes(Observer):
-        def task_finished(self, task: TaskInfo, seconds: float) -> None:
-            pipe.close()
-
-    pipe = Pipe(nn.Sequential(nn.Linear(1, 1)), [1], devices=["cpu"])
-    pipe.add_observer(Closes())
-    assert pipe(torch.ones(2, 1)).shape == (2, 1)
-    pipe.close()
-
-
-def test_a_run_that_is_lost_in_an_interrupt_is_not_in_flight_for_ever() -> None:
-    counters = Counters()
-    begun = counters.begin(plan_call(1, 1, [0]))
-    assert counters.read()["in_flight"] == 1
-    del begun  # as when an interrupt comes before anybody holds it
-    assert counters.read()["in_flight"] == 0 and counters.read()["cancellations"] == 1
 
 
 @pytest.mark.slow

@@ -49,8 +49,6 @@ FIRST = {
 LIKELY = (
     "tests/any_model/test_on_gpus.py",
     "tests/step/test_step_streams.py",
-    "tests/test_stream.py",
-    "tests/autograd/test_transfer.py",
     "tests/autograd/test_random.py",
     "tests/stage",
     "tests/recording",

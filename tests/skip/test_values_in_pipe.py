@@ -118,21 +118,6 @@ def test_a_popped_skip_requires_grad_as_in_the_plain_model(
     assert seen == len(seen) * [expected]
 
 
-def test_a_skip_popped_in_a_recomputation_is_no_part_of_the_forwards_graph() -> None:
-    popped: list[Tensor] = []
-
-    def look(x: Tensor, skip: Tensor) -> Tensor:
-        popped.append(skip)
-        return x * skip
-
-    model = nn.Sequential(stashed(torch.exp), taken(look))
-    with pipe_of(model, [1, 1], checkpoint="always") as pipe:
-        pipe(batch()).sum().backward()
-    forward, again = popped
-    same(again, forward)
-    assert again is not forward and again.requires_grad
-
-
 @each_way
 def test_a_parameter_may_be_stashed(way: Way) -> None:
     @skippable(stash=["a"])
@@ -182,13 +167,6 @@ def test_a_skip_modified_in_place_is_refused_or_popped_as_it_was_stashed(
         else:
             with pytest.raises(RuntimeError, match=CHANGED):
                 pipe(x)
-
-
-@balances
-def test_a_skip_modified_in_place_is_refused_without_grad(balance: list[int]) -> None:
-    with torch.no_grad(), pipe_of(modifying(), balance, chunks=2) as pipe:
-        with pytest.raises(RuntimeError, match=CHANGED):
-            pipe(batch())
 
 
 @balances

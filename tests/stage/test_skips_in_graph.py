@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
 
-from pipert.workers.worker import NOT_RUN
 from tests.layers import Apply
 from tests.stage.graphs import chain, inputs_of, scale
 from tests.stage.skips import NAMES, NamingStreams, Pop, Stash, popped_in, run_with_skip
 from tests.stages import CPU, META, Driven
-
-
-def never(x: Any) -> Any:
-    raise AssertionError("this layer must not run")
 
 
 def test_partitions_in_between_get_and_send_x_alone(naming: NamingStreams) -> None:
@@ -24,31 +17,6 @@ def test_partitions_in_between_get_and_send_x_alone(naming: NamingStreams) -> No
     for j in range(2):
         run.do(f"F[0,{j}]")
         assert NAMES[len(run.between(j))] == "x"
-
-
-def test_a_skip_is_sent_before_the_output(naming: NamingStreams) -> None:
-    run = run_with_skip(naming, [CPU, CPU, CPU])
-    task = run.task("F[0,0]")
-    y = task.execute(task.receive())
-    assert repr(run.run.skips) == "<SkipLinks, 1 skips and 0 gradients>"
-    task.send(y)
-    assert NAMES[len(run.between(0))] == "x"
-
-
-@pytest.mark.parametrize("recomputed", [0, 1])
-def test_no_skip_is_in_transit_after_a_run_and_its_backward(
-    naming: NamingStreams, recomputed: int
-) -> None:
-    run = run_with_skip(naming, [CPU, META, CPU, META], recomputed, pops=[2])
-    torch.autograd.backward(run.go()[0].sum())  # a recomputation sends nothing
-    assert repr(run.run.skips) == "<SkipLinks, 0 skips and 0 gradients>"
-
-
-def test_the_skip_of_a_task_that_fails_is_not_sent() -> None:
-    run = Driven([[Stash(nn.Identity()), Apply(never)], [Pop(Apply(int))]], inputs_of(1))
-    run.do("F[0,0]")
-    assert repr(run.run.skips) == "<SkipLinks, 0 skips and 0 gradients>"
-    assert run.between(0) is NOT_RUN
 
 
 def test_a_skip_is_one_more_value_of_the_recomputation_and_the_fork() -> None:

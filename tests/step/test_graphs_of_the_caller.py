@@ -107,43 +107,6 @@ def test_all_micro_batches_may_use_a_graph_of_the_caller(
             x.grad = None
 
 
-@each_way
-def test_the_input_may_come_from_the_same_graph(way: Way) -> None:
-    learned, rows = Learned("both"), batch(9)
-    weight = leaf(3, 3)
-    learned.leaves.append(weight)
-
-    def inputs() -> Tensor:
-        learned.compute()
-        x: Tensor = rows @ (weight * learned.used[0]).tanh()
-        return x
-
-    learned.loss(learned.module(inputs()), None).backward()
-    expected = learned.grads()
-    learned.clear()
-    with piped(learned.module, [2, 1, 2, 1], way, chunks=CHUNKS) as pipe:
-        take_step(pipe, way, inputs(), loss_fn=learned.loss)
-    same(learned.grads(), expected)
-
-
-@ways
-def test_a_tensor_computed_by_the_caller_keeps_the_sum_of_its_gradient(way: Way) -> None:
-    """A hook on it sees the part of each micro-batch, like a hook on any tensor in a layer."""
-    learned, x, seen = Learned("loss"), batch(8), list[Tensor]()
-    learned.compute()
-    learned.used[0].retain_grad()
-    learned.loss(learned.module(x), None).backward()
-    expected = learned.used[0].grad
-    learned.clear()
-    learned.compute()
-    learned.used[0].retain_grad()
-    learned.used[1].register_hook(seen.append)
-    with piped(learned.module, [3, 3], way, chunks=CHUNKS) as pipe:
-        take_step(pipe, way, x, loss_fn=learned.loss)
-    same(learned.used[0].grad, expected)
-    assert len(seen) == CHUNKS
-
-
 @ways
 def test_a_step_that_fails_changes_no_leaf_of_the_caller(way: Way) -> None:
     learned, left = Learned("both"), [1, 1, 1, 0]
