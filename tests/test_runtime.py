@@ -180,6 +180,18 @@ def test_a_task_starts_when_its_input_is_there_though_an_earlier_diagonal_is_not
         assert torch.equal(pipe(rows(2)), rows(2))
 
 
+def test_pitfall_32_a_slow_micro_batch_holds_up_nobody_before_it() -> None:
+    done = Events()
+
+    def act(i: int, j: int) -> None:
+        if (i, j) == (2, 0):
+            wait(done[1, 2])
+        done[i, j].set()
+
+    with pipe_of(3, act, chunks=3) as pipe:
+        assert torch.equal(pipe(rows(3)), rows(3))
+
+
 def test_a_partition_takes_its_micro_batches_in_order() -> None:
     seen: dict[int, list[int]] = {0: [], 1: [], 2: []}
     with pipe_of(3, lambda i, j: seen[j].append(i), chunks=5) as pipe:

@@ -254,6 +254,17 @@ def test_dropout_is_reproducible_with_a_seed(devices: list[str], checkpoint: str
         torch.testing.assert_close(first, second, rtol=0, atol=1e-6)
 
 
+@modes
+def test_a_recomputation_replays_the_mask_of_a_dropout(checkpoint: str) -> None:
+    x = torch.ones(8, 256, device="cuda:0", requires_grad=True)
+    module = nn.Sequential(nn.Dropout(), nn.Dropout(0.2))
+    with pipe_of(module, ["cuda:0", "cuda:0"], checkpoint=checkpoint) as pipe:
+        y = pipe(x)
+        torch.rand(1000, device="cuda:0")  # the caller draws, too
+        (grad,) = torch.autograd.grad(y.sum(), x)
+    torch.testing.assert_close(grad, y)
+
+
 def test_a_recomputation_leaves_the_gpu_s_generator_alone() -> None:
     module = nn.Sequential(nn.Linear(16, 16), nn.Dropout())
     with pipe_of(module, ["cuda:0"], checkpoint="always") as pipe:

@@ -218,6 +218,18 @@ def test_a_tied_weight_needs_no_synchronisation(
                 first.weight.sub_(first.weight)
 
 
+@ways
+def test_a_tied_weight_alone_is_copied_and_needs_no_synchronisation(
+    train: Callable[[Pipe, Tensor], None], streams: None
+) -> None:
+    """Its partition's input is on the device already, so no wait for that replaces this one."""
+    first = Scale()
+    module = nn.Sequential(first, Scale(), Times(first))
+    with pipe_of(module, ["cuda:0", "cuda:1", "cuda:1"]) as pipe:
+        for _ in range(2):
+            train(pipe, batch())
+
+
 @pytest.mark.parametrize("devices", [["cuda:0", "cuda:1"], ["cuda:1", "cuda:0"]], ids=",".join)
 def test_a_tied_weight_that_was_just_changed_is_copied_after_that(
     devices: list[str], streams: None

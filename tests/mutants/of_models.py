@@ -97,7 +97,7 @@ OF_MODELS = [
         "a balance that sums to less than the number of layers is accepted, and the last layers "
         "never run",
         "if sum(balance) != layers:", "if sum(balance) > layers:",
-        ("tests/test_partition.py",),
+        ("tests/test_pipe.py",),
     ),
     Mutant(
         "one-cpu-worker", DEVICES,
