@@ -173,23 +173,6 @@ def test_metrics_have_the_documented_names(pipe: Pipe, registry: CollectorRegist
 # Several pipes
 
 
-def test_two_pipes_fit_into_one_registry(
-    pipe: Pipe, metrics: PipeMetrics, registry: CollectorRegistry
-) -> None:
-    with two() as other:
-        metrics.add(other, "b")
-        pipe(ROWS)
-        for _ in range(2):
-            other(ROWS)
-        found = samples(registry)
-        text = generate_latest(registry).decode()
-    for name in ("pipert_runs_total", "pipert_run_duration_seconds_count"):
-        assert found[f"{name}{{outcome=succeeded,pipe=a}}"] == 1
-        assert found[f"{name}{{outcome=succeeded,pipe=b}}"] == 2
-    types = re.findall(r"^# TYPE (\w+)", text, re.MULTILINE)
-    assert len(types) == len(set(types))  # the format wants all samples of a name together
-
-
 def test_a_name_that_is_taken_is_refused(pipe: Pipe, metrics: PipeMetrics) -> None:
     with two() as other:
         with pytest.raises(ValueError, match="there is a pipe called 'a' already"):
@@ -238,40 +221,6 @@ def test_a_dropped_pipe_ends_its_threads_and_disappears(
         gc.enable()
     with two() as other:
         metrics.add(other, "a")  # the name is free
-
-
-@pytest.mark.slow
-def test_several_threads_may_read_the_metrics_while_the_pipe_runs(
-    pipe: Pipe, registry: CollectorRegistry
-) -> None:
-    count = 4
-    begun, ended = threading.Barrier(4), threading.Event()
-    read: list[list[dict[str, float]]] = [[] for _ in range(3)]
-
-    def scrape(into: list[dict[str, float]]) -> None:
-        begun.wait()
-        while not ended.is_set():
-            into.append(samples(registry))
-
-    scrapers = [threading.Thread(target=scrape, args=(into,)) for into in read]
-    for scraper in scrapers:
-        scraper.start()
-    begun.wait()
-    for _ in range(count):
-        pipe(ROWS).sum().backward()
-    ended.set()
-    for scraper in scrapers:
-        scraper.join()
-    last = samples(registry)
-    assert last["pipert_runs_total{outcome=succeeded,pipe=a}"] == count
-    labels = "partition=1,phase=recomputation,pipe=a"
-    assert last[f"pipert_task_duration_seconds_count{{{labels}}}"] == 3 * count
-    for found in read:
-        assert found, "the scraper has not come to read anything"
-        for key in last:
-            if re.match(r"\w+_(total|count|bucket|sum)\{", key):
-                values = [one[key] for one in [*found, last] if key in one]
-                assert values == sorted(values), f"{key} has fallen"
 
 
 def test_a_pipe_in_place_of_a_registry_is_refused_with_a_remedy() -> None:

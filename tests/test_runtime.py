@@ -11,7 +11,6 @@ layer knows which task ``F[i,j]`` it is in.
 from __future__ import annotations
 
 import contextlib
-import gc
 import signal
 import threading
 import traceback
@@ -129,15 +128,6 @@ def _imported() -> None:
     """Makes a first call, whose many imports no test should pay for."""
     torch.testing.assert_close(torch.ones(1), torch.ones(1))
     torch_checkpoint(torch.neg, torch.ones(1), use_reentrant=False)
-
-
-@pytest.fixture
-def no_gc() -> Iterator[None]:
-    """Turns the garbage collector off: reference counting alone has to free everything."""
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
 
 
 # What overlaps ------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from pipert import Pipe, RecomputationError, is_checkpointing, is_recomputing
+from pipert import Pipe, RecomputationError, is_recomputing
 from pipert.autograd import checkpoint
 from pipert.autograd.checkpoint import Checkpoint, recompute_before
 from pipert.autograd.recompute import Recomputation
@@ -146,22 +146,6 @@ def on_backward(x: Tensor, function: Callable[[], None]) -> Tensor:
     return result
 
 
-class _ReadsTwice(torch.autograd.Function):
-    """The square, whose backward asks for what it saved twice."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x * x
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (first,) = ctx.saved_tensors
-        (second,) = ctx.saved_tensors
-        result: Tensor = grad * (first + second)
-        return result
-
-
 def node_of(y: Tensor) -> str:
     """Returns the name of the node before which the recomputation runs."""
     assert y.grad_fn is not None
@@ -239,16 +223,6 @@ def test_a_hook_of_a_weight_that_comes_after_the_forward_sees_its_gradient_once(
     assert len(seen) == 1
 
 
-def test_a_weight_that_is_an_output_keeps_the_graph_and_has_its_gradient() -> None:
-    weight = leaf()
-
-    def compute(x: Tensor) -> tuple[Tensor, Tensor]:
-        return x.sin(), weight
-
-    y, z = Checkpoint(Recomputation(Forgetful(compute), None)).record(compute, leaf())
-    same(gradient(y * z, weight), leaf().sin())
-
-
 def test_gradient_behind_a_sparse_output_is_that_of_the_computation() -> None:
     x = leaf()
     sparse = checkpointed(lambda x: x.exp().to_sparse(), x)
@@ -292,12 +266,6 @@ def test_backward_of_a_checkpoint_computes_only_requested_gradients(way_back: st
 
 
 # Rule 2: one node recomputes, before anything of B[i,j] runs.
-
-
-def test_backward_recomputes_once_for_all_saved_tensors() -> None:
-    x, replay = leaf(), Replay(several_operations)
-    gradient(checkpointed(several_operations, x, replay), x)
-    assert replay.calls == 1
 
 
 def test_a_tensor_of_a_layer_that_a_loss_uses_gets_its_gradient_beside_the_output() -> None:
@@ -349,52 +317,12 @@ def test_activation_lives_until_its_operation_has_run(way: Way) -> None:
 
 
 @ways
-def test_retained_graph_holds_no_activation_after_its_backward(way: Way) -> None:
-    layer, x = Watched(), leaf()
-    with no_collector():
-        y = checkpointed(way(layer), x)
-        gradient(y, x, retain_graph=True)
-        assert layer.alive() == 0
-
-
-@ways
 def test_second_backward_without_the_graph_retained_is_refused(way: Way) -> None:
     x = leaf()
     y = checkpointed(way(torch.sin), x)
     gradient(y, x)
     with pytest.raises(RuntimeError, match="a second time"):
         gradient(y, x)
-
-
-@ways
-def test_second_backward_gives_the_same_gradient(way: Way) -> None:
-    x = leaf()
-    y = checkpointed(way(several_operations), x)
-    first = gradient(y, x, retain_graph=True)
-    same(gradient(y, x), first)
-
-
-def entered_in_the_middle(x: Tensor, replay: Replay | None = None) -> Tensor:
-    """Returns a tensor from the middle of a checkpointed computation, as a layer may keep one."""
-    middles: list[Tensor] = []
-
-    def compute(x: Tensor) -> Tensor:
-        middles.append(x.sin())
-        return middles[-1].exp()
-
-    y = checkpointed(compute, x, replay)
-    assert y.requires_grad
-    return middles[0]
-
-
-def test_graph_entered_past_the_node_gives_its_gradient() -> None:
-    x = leaf()
-    same(gradient(entered_in_the_middle(x), x), x.cos())
-
-
-def test_operation_that_reads_twice_gives_its_gradient() -> None:
-    x = leaf()
-    same(gradient(checkpointed(_ReadsTwice.apply, x), x), 2 * x)
 
 
 @ways
@@ -409,21 +337,6 @@ def test_second_derivative_is_that_of_the_computation(way: Way) -> None:
         return torch.autograd.grad(first.sum(), (x, weight))
 
     same(second(checkpointed(way(compute), x)), second(compute(x)))
-
-
-@ways
-def test_gradient_with_a_graph_is_that_of_the_computation_alone(way: Way) -> None:
-    weight = leaf()
-    x = weight.exp()
-
-    def compute(x: Tensor) -> Tensor:
-        return several_operations(x * weight)
-
-    def both(y: Tensor) -> tuple[Tensor, ...]:
-        (first,) = torch.autograd.grad(y.sum(), weight, create_graph=True)
-        return first, *torch.autograd.grad(first.sum(), weight, retain_graph=True)
-
-    same(both(checkpointed(way(compute), x)), both(compute(x)))
 
 
 # Rule 4: the graph owns what is needed to recompute.
@@ -481,24 +394,6 @@ def test_input_from_inference_mode_is_recomputed() -> None:
     same(gradient(y, weight), torch.ones(4))
 
 
-# The caller's saved-tensor hooks.
-
-
-def test_hooks_pack_what_is_recomputed_and_not_what_is_saved_first() -> None:
-    """This is so in a graph that is kept. In a recomputation's graph the context's hooks apply."""
-    x, packed = leaf(), list[Tensor]()
-
-    def pack(tensor: Tensor) -> Tensor:
-        packed.append(tensor)
-        return tensor
-
-    checkpoint = Checkpoint(Recomputation(Replay(custom(torch.sin)), (pack, lambda tensor: tensor)))
-    (y,) = recompute_before((checkpoint.record(custom(torch.sin), x),), checkpoint)
-    before = len(packed)
-    gradient(y, x)
-    assert (before, len(packed)) == (0, 1)
-
-
 # A computation that is another the second time.
 
 
@@ -520,17 +415,6 @@ def test_recomputation_that_returns_another_shape_is_refused(way: Way) -> None:
 def test_recomputation_that_saves_more_is_refused(way: Way) -> None:
     message = refused(way(torch.sin), way(lambda x: x.sin().sin()))
     assert "saved 2 tensors and its forward 1" in message
-
-
-def test_a_recomputation_of_other_nodes_that_saves_the_same_is_no_other_computation() -> None:
-    """Compilers and caches, for example, have more to do the first time."""
-    x = leaf()
-
-    def warming_up(x: Tensor) -> Tensor:
-        _ = x + 1  # a node that saves nothing
-        return x.sin()
-
-    same(gradient(checkpointed(warming_up, x, Replay(torch.sin)), x), x.cos())
 
 
 # Inside a pipe.
@@ -571,14 +455,6 @@ def rows() -> Tensor:
     return torch.ones(6, 2)
 
 
-def test_mode_may_be_assigned_between_calls() -> None:
-    layer = Counter()
-    with pipe_of(layer, checkpoint="never") as pipe:
-        pipe.checkpoint = "always"
-        pipe(rows()).sum().backward()
-    assert layer.recomputations == 2
-
-
 def test_a_backward_has_the_mode_of_its_forward() -> None:
     layer = Counter()
     with pipe_of(layer, checkpoint="always") as pipe:
@@ -586,22 +462,6 @@ def test_a_backward_has_the_mode_of_its_forward() -> None:
         pipe.checkpoint = "never"
         loss.backward()
     assert layer.recomputations == 2
-
-
-def test_gradients_of_the_last_partition_alone_recompute_it_alone() -> None:
-    layers = Counter(), Counter(), Counter()
-    with pipe_of(*layers) as pipe:
-        torch.autograd.grad(pipe(rows()).sum(), [layers[2].weight])
-    assert [layer.recomputations for layer in layers] == [0, 0, 2]
-
-
-def test_checkpointing_and_recomputing_are_true_in_their_phases() -> None:
-    seen: list[tuple[bool, bool]] = []
-    layer = nn.Linear(2, 2)
-    layer.register_forward_hook(lambda *_: seen.append((is_checkpointing(), is_recomputing())))
-    with pipe_of(layer, checkpoint="except_last") as pipe:
-        pipe(rows()).sum().backward()
-    assert seen == [(True, False), (False, False), (False, True)]
 
 
 def test_layer_that_computes_something_else_in_the_recomputation_is_refused() -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipert import Pipe, is_recomputing
+from pipert import Pipe
 from tests.cuda.streams import own_streams, sleep
 
 pytestmark = pytest.mark.cuda
@@ -105,25 +105,11 @@ def test_outputs_and_gradients_are_those_of_the_plain_module(
 
 
 @placements
-def test_the_output_is_on_the_last_device(devices: list[str]) -> None:
-    with pipe_of(perceptron(len(devices)), devices) as pipe:
-        y = pipe(torch.randn(4, 16, dtype=torch.double))
-    assert y.device == torch.device(devices[-1])
-
-
-@placements
 def test_an_input_may_be_on_the_gpu_wherever_the_pipe_begins(devices: list[str]) -> None:
     plain = perceptron(len(devices))
     x = torch.randn(10, 16, dtype=torch.double)
     with pipe_of(copy.deepcopy(plain), devices) as pipe:
         torch.testing.assert_close(pipe(x.to("cuda:0")).cpu(), plain(x))
-
-
-def test_a_gradient_goes_back_to_an_input_on_the_gpu_of_a_pipe_that_begins_on_cpu() -> None:
-    x = torch.randn(4, 16, dtype=torch.double, device="cuda:0", requires_grad=True)
-    with pipe_of(perceptron(2), ["cpu", "cuda:0"]) as pipe:
-        pipe(x).sum().backward()
-    assert x.grad is not None and x.grad.device == x.device
 
 
 def test_what_a_layer_keeps_on_cpu_on_purpose_stays_there() -> None:
@@ -199,26 +185,7 @@ def test_the_current_device_of_a_layer_is_the_one_of_its_partition() -> None:
     assert found == [0, 1]
 
 
-def test_a_call_leaves_the_caller_s_device_and_stream_alone() -> None:
-    with own_streams("cuda:0") as (stream,), pipe_of(perceptron(2), ["cuda:0", "cpu"]) as pipe:
-        pipe(torch.ones(4, 16, dtype=torch.double)).sum().backward()
-        assert torch.cuda.current_stream("cuda:0") == stream
-        assert torch.cuda.current_device() == 0
-
-
 # Streams ------------------------------------------------------------------------------------------
-
-
-@modes
-def test_layers_compute_on_the_current_stream_of_the_caller(checkpoint: str) -> None:
-    seen: list[tuple[bool, Any]] = []
-    module = perceptron(1)
-    module.append(Note(lambda x: seen.append((is_recomputing(), torch.cuda.current_stream()))))
-    with pipe_of(module, ["cuda:0"], checkpoint=checkpoint) as pipe:
-        with own_streams("cuda:0") as (stream,):
-            pipe(torch.ones(4, 16, dtype=torch.double, device="cuda:0")).sum().backward()
-    assert {found for _, found in seen} == {stream}
-    assert any(again for again, _ in seen) == (checkpoint != "never")
 
 
 @placements
@@ -307,20 +274,9 @@ def test_gradients_under_autocast_are_those_of_the_plain_module(checkpoint: str)
 # Memory -------------------------------------------------------------------------------------------
 
 
-def allocated() -> int:
-    torch.cuda.synchronize()
-    return sum(torch.cuda.memory_allocated(k) for k in range(torch.cuda.device_count()))
-
-
 def reserved() -> int:
     torch.cuda.synchronize()
     return sum(torch.cuda.memory_reserved(k) for k in range(torch.cuda.device_count()))
-
-
-def settle(pipe: Pipe) -> None:
-    """Makes a tiny call, since a worker drops its last task just after its caller continues."""
-    with torch.no_grad():
-        pipe(torch.ones(1, 256))
 
 
 def wide(partitions: int) -> nn.Sequential:
@@ -343,22 +299,6 @@ def test_pitfall_29_reserved_memory_stays_flat(devices: list[str], checkpoint: s
             if step in (99, 299):
                 sizes.append(reserved())
     assert sizes[1] <= sizes[0]
-
-
-def test_the_less_is_checkpointed_the_more_memory_waits_for_the_backward() -> None:
-    x = torch.randn(4096, 256, device="cuda:0")
-    levels = []
-    module = wide(2)
-    for checkpoint in MODES:
-        with pipe_of(module, ["cuda:0", "cuda:0"], checkpoint=checkpoint) as pipe:
-            pipe(x).sum().backward()  # workspaces of the libraries are there afterwards
-            settle(pipe)
-            before = allocated()
-            y = pipe(x)
-            settle(pipe)
-            levels.append(allocated() - before)
-            del y
-    assert levels[0] < levels[1] < levels[2]
 
 
 # Failures -----------------------------------------------------------------------------------------
@@ -424,12 +364,3 @@ def test_activations_are_on_the_gpu_of_their_partition() -> None:
     batch = 4096 * 256 * 4
     # Each Tanh keeps what it computes; on the second GPU there are its input and the output, too.
     assert all(2 * batch <= size <= 6 * batch for size in grown)
-
-
-@pytest.mark.multi_gpu
-def test_there_are_copy_streams_for_each_gpu_and_micro_batch() -> None:
-    with pipe_of(perceptron(2), ["cuda:0", "cuda:1"], chunks=4) as pipe:
-        x = torch.ones(8, 16, dtype=torch.double, device="cuda:0")
-        for _ in range(2):
-            pipe(x).sum().backward()
-        assert repr(pipe._runtime._streams) == "<CopyStreams, 8 made>"

@@ -183,23 +183,6 @@ def test_the_flat_unet_computes_what_the_nested_one_does(
     torch.testing.assert_close(actual_grads, expected_grads)
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_the_flat_resnet_computes_what_the_nested_one_does(training: bool) -> None:
-    blocks, channels, classes = (1, 2, 2, 1), 4, 5
-    flat = resnet(blocks, channels=channels, num_classes=classes).double().train(training)
-    nested = reference_resnet(blocks, channels, classes).double().train(training)
-    with torch.no_grad():  # the parameters are in the same order
-        for theirs, ours in zip(nested.parameters(), flat.parameters(), strict=True):
-            theirs.copy_(ours)
-    images = torch.randn(3, 3, 40, 72, dtype=torch.float64)
-    actual, expected = flat(images), nested(images)
-    torch.testing.assert_close(actual, expected)
-    actual_grads = torch.autograd.grad(actual.square().sum(), list(flat.parameters()))
-    expected_grads = torch.autograd.grad(expected.square().sum(), list(nested.parameters()))
-    torch.testing.assert_close(actual_grads, expected_grads)
-    torch.testing.assert_close(list(flat.buffers()), list(nested.buffers()))
-
-
 @pytest.mark.slow
 def test_resnet101_is_torchvision_s_parameter_for_parameter() -> None:
     with torch.device("meta"):

@@ -16,16 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from pipert import Pipe, is_recomputing
-from tests.faults.injector import (
-    Custom,
-    Failure,
-    Layer,
-    Setting,
-    Site,
-    micro_batch_of,
-    partition_here,
-    wrongs_of,
-)
+from tests.faults.injector import Custom, Failure, Layer, Setting, micro_batch_of, wrongs_of
 
 pytestmark = pytest.mark.usefixtures("no_gc_in_module")
 
@@ -113,66 +104,6 @@ def test_an_error_in_a_parameters_hook_is_raised(
         weight: Any = first.weight
         weight.register_post_accumulate_grad_hook(backward_hook(first))
         assert wrongs_of(setting, setting.step) == []
-
-
-# Saved-tensor hooks of the caller -----------------------------------------------------------------
-
-
-class Packing:
-    """Saved-tensor hooks that raise at one of their calls, counted per thread."""
-
-    def __init__(self, site: Site) -> None:
-        self._site = site
-        self._packed = [itertools.count() for _ in range(4)]
-        self._unpacked = itertools.count()
-
-    def pack(self, tensor: Tensor) -> Tensor:
-        here = partition_here()
-        self._site.strike("pack", next(self._packed[here]), here)
-        return tensor.detach()
-
-    def unpack(self, tensor: Tensor) -> Tensor:
-        self._site.strike("unpack", next(self._unpacked), -1)
-        return tensor
-
-
-def step_under(setting: Setting) -> Callable[[], None]:
-    """Returns a step whose forward, but not its backward, is under saved-tensor hooks."""
-    hooks = Packing(setting.site)
-
-    def run() -> None:
-        with torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack):
-            loss = setting.forward(setting.pipe)[:, 1:].square().sum()
-        loss.backward()
-
-    return run
-
-
-@pytest.mark.pairwise
-@kinds
-@pytest.mark.parametrize("k", [0, 1, 3])
-def test_an_error_while_packing_in_a_forward_is_raised_with_a_note(
-    k: int, kind: type[BaseException]
-) -> None:
-    setting = Setting(2, 3, "never")
-    setting.site.arm("pack", k, 1, kind("while packing"))
-    with setting.pipe:
-        i = k // 3  # a layer of the setting saves three tensors
-        note = f"in forward F[{i},1]: partition 1 on cpu, layer '1' (Layer), micro-batch {i} of 3"
-        assert wrongs_of(setting, step_under(setting), note) == []
-
-
-@pytest.mark.pairwise
-@kinds
-@modes
-@pytest.mark.parametrize("k", [1, 5])
-def test_an_error_while_unpacking_in_a_backward_is_raised(
-    k: int, checkpoint: str, kind: type[BaseException]
-) -> None:
-    setting = Setting(2, 3, checkpoint)
-    setting.site.arm("unpack", k, -1, kind("while unpacking"))
-    with setting.pipe:
-        assert wrongs_of(setting, step_under(setting)) == []
 
 
 # Several tasks at once ----------------------------------------------------------------------------

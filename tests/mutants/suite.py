@@ -48,7 +48,6 @@ FIRST = {
 
 LIKELY = (
     "tests/any_model/test_on_gpus.py",
-    "tests/step/test_step_streams.py",
     "tests/autograd/test_random.py",
     "tests/stage",
     "tests/recording",

@@ -7,7 +7,6 @@ shrinks to something readable, and each tensor has unique elements.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -250,69 +249,3 @@ def test_gradient_of_an_unsplit_argument_is_the_sum_over_micro_batches(
     uses: list[Tensor] = [part[1][0] for part in parts]
     torch.stack(uses).sum().backward()  # type: ignore[no-untyped-call]
     assert scale.grad == min(rows, chunks)
-
-
-# Refusals
-
-
-@given(
-    before=st.lists(any_tree, max_size=2),
-    between=st.lists(any_tree, max_size=2),
-    rows=st.integers(0, 9),
-    other=st.integers(0, 9),
-    chunks=st.integers(1, 12),
-)
-def test_tensors_that_disagree_on_the_number_of_rows_are_refused_wherever_they_are(
-    before: list[Any], between: list[Any], rows: int, other: int, chunks: int
-) -> None:
-    assume(other != rows)
-    first, odd = Rows(torch.float32), Rows(torch.float32, rows=other)
-    batch = make([before, first, between, (odd,)], rows)
-    with pytest.raises(ValueError, match=rf" has {rows} and args\[0\]\[3\]\[0\] has {other}; "):
-        values(batch, chunks)
-
-
-class Unregistered:
-    """An object that holds a tensor and is no pytree."""
-
-    def __init__(self) -> None:
-        self.rows = torch.zeros(3)
-
-
-@dataclass
-class AlsoUnregistered:
-    """Another one."""
-
-    rows: Tensor
-
-
-class Array:
-    """Has rows, and is no tensor."""
-
-    ndim, shape = 2, (3, 1)
-
-
-HIDDEN: list[Callable[[], object]] = [
-    Unregistered,
-    lambda: AlsoUnregistered(torch.zeros(3)),
-    Array,
-]
-
-
-@given(
-    around=st.lists(any_tree, max_size=3),
-    place=st.integers(0, 3),
-    hidden=st.sampled_from(HIDDEN),
-    size=rows_and_chunks,
-)
-def test_objects_that_hide_rows_are_refused_anywhere_and_accepted_when_replicated(
-    around: list[Any], place: int, hidden: Callable[[], object], size: tuple[int, int]
-) -> None:
-    rows, chunks = size
-    thing = hidden()
-    batch = make(around, rows)
-    batch.insert(min(place, len(batch)), thing)
-    with pytest.raises(TypeError, match=f"is a {type(thing).__name__}, which pipert cannot split"):
-        values(batch, chunks)
-    batch[batch.index(thing)] = Replicate(thing)
-    assert all(thing in part for part in values(batch, chunks))

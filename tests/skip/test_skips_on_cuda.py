@@ -1,7 +1,6 @@
-"""Tests skips on real GPUs: the plain model's values, one copy each way, in the right streams.
+"""Tests skips on GPUs: the plain model's values, one copy each way, in the right streams.
 
-Additional proof; ``tests/stage/test_skips_between_stages.py`` counts the copies and their order
-without a GPU. What waits for nobody is found out by keeping streams busy, see ``sleep``.
+What waits for nobody is found out by keeping streams busy, see ``sleep``, and by simulated GPUs.
 """
 
 from __future__ import annotations

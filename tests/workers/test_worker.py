@@ -7,7 +7,6 @@ Exceptions are thrown into workers from outside with ``PyThreadState_SetAsyncExc
 from __future__ import annotations
 
 import ctypes
-import gc
 import sys
 import threading
 import time
@@ -67,13 +66,6 @@ def worker() -> Iterator[WorkerThread]:
     yield thread
     thread.stop()
     thread.join(WAIT)
-
-
-@pytest.fixture
-def no_gc() -> Iterator[None]:
-    gc.disable()
-    yield
-    gc.enable()
 
 
 def throw(thread: threading.Thread, kind: type[BaseException]) -> None:
