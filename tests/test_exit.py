@@ -250,33 +250,6 @@ print("still here")
     assert (result.returncode, result.stdout) == (-2, "")  # died of the signal, as Python does
 
 
-def test_many_interrupted_calls_leave_no_rows_behind() -> None:
-    """Interrupted at any moment of a call; what is returned belongs to the call that returns it."""
-    script = """
-import random
-random.seed(0)
-sys.setswitchinterval(1e-5)
-pipe = two(chunks=8)
-pipe(ROWS)
-wrong = interrupted = 0
-signal.signal(signal.SIGALRM, signal.default_int_handler)
-for k in range(300):
-    rows = ROWS + 100 * k
-    try:
-        signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-5, 2e-3))
-        result = pipe(rows)
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        wrong += not torch.equal(result, rows * 4)
-    except KeyboardInterrupt:
-        interrupted += 1
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-print(wrong, interrupted > 20)
-"""
-    result = run(script)
-    assert (result.returncode, result.stdout, result.stderr) == (0, "0 True\n", "")
-
-
 # Ctrl-C at every place of what the caller is in.
 
 SWEEP_OF_CLOSE_DURING_A_CALL = """

@@ -54,7 +54,6 @@ LIKELY = (
     "tests/balance",
     "tests/check/test_check_on_gpus.py",
     "tests/cuda/test_cuda.py",
-    "tests/cuda/test_tied_on_cuda.py",
     "tests/skip/test_skips_on_cuda.py",
     "tests/workers/test_context.py",
 )

@@ -21,37 +21,13 @@ from pipert.workers import pool as pool_module
 from pipert.workers.pool import Pool
 from pipert.workers.worker import WorkerThread
 from tests.settling import settle
+from tests.workers.jobs import Job
 
 WAIT = 5.0  # s; what should happen at once is given up after it
 
 CPU = torch.device("cpu")
 
 ROWS = torch.arange(4.0).reshape(4, 1)
-
-
-class Job:
-    """A task that notes its outcomes."""
-
-    what = "a job"
-
-    def __init__(self, body: Callable[[], object] = lambda: None) -> None:
-        self.body = body
-        self.outcomes: list[object] = []
-        self.settled = threading.Event()
-
-    def receive(self) -> tuple[()]:
-        return ()
-
-    def execute(self, received: object) -> None:
-        self.body()
-
-    def send(self, result: object) -> None:
-        self.outcomes.append("run")
-        self.settled.set()
-
-    def abandon(self, error: BaseException) -> None:
-        self.outcomes.append(type(error))
-        self.settled.set()
 
 
 class Double(nn.Module):

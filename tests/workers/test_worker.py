@@ -25,6 +25,7 @@ from pipert.workers.activity import Activity
 from pipert.workers.pool import Pool
 from pipert.workers.worker import WorkerThread
 from tests.activations import until
+from tests.workers.jobs import Job
 
 WAIT = 5.0  # s; what should happen at once is given up after it
 
@@ -32,31 +33,6 @@ CPU = torch.device("cpu")
 
 kills = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 """The test ends a thread by an exception."""
-
-
-class Job:
-    """A task that notes its outcomes."""
-
-    what = "a job"
-
-    def __init__(self, body: Callable[[], object] = lambda: None) -> None:
-        self.body = body
-        self.outcomes: list[object] = []
-        self.settled = threading.Event()
-
-    def receive(self) -> tuple[()]:
-        return ()
-
-    def execute(self, received: object) -> None:
-        self.body()
-
-    def send(self, result: object) -> None:
-        self.outcomes.append("run")
-        self.settled.set()
-
-    def abandon(self, error: BaseException) -> None:
-        self.outcomes.append(type(error))
-        self.settled.set()
 
 
 @pytest.fixture
