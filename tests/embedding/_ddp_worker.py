@@ -30,7 +30,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
@@ -370,24 +369,6 @@ def the_state_dict_has_the_keys_of_ddp_around_the_plain_module(rank: int) -> Non
     with piped(module) as pipe:
         assert list(wrap(pipe).state_dict()) == keys
     assert keys[0] == "module.0.weight"
-
-
-@case
-def gradients_can_be_compressed_by_a_hook(rank: int) -> None:
-    module = five_layers()
-    plain = copy.deepcopy(module)
-    with piped(module) as pipe:
-        ddp, reference = wrap(pipe), wrap(plain)
-        for trained in (ddp, reference):
-            trained.register_comm_hook(dist.group.WORLD, fp16_compress_hook)
-        for rows in ROWS:
-            x = batches(*rows)[rank]
-            for trained in (ddp, reference):
-                trained.zero_grad()
-                loss_of(trained(x)).backward()  # type: ignore[no-untyped-call]
-            same(grads_of(module), grads_of(plain), rtol=2e-3, atol=1e-5)
-            for grad in grads_of(module):
-                assert grad is not None and torch.equal(grad, grad.half().double())
 
 
 @for_each_mode

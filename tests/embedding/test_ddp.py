@@ -38,7 +38,6 @@ IN_EACH_MODE = (
 ONCE = (
     "every_process_begins_with_what_process_0_has",
     "the_state_dict_has_the_keys_of_ddp_around_the_plain_module",
-    "gradients_can_be_compressed_by_a_hook",
 )
 IN_EACH_SCHEDULE = (
     "averaged_gradients_are_those_of_the_whole_batch",

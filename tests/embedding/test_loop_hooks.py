@@ -165,20 +165,3 @@ def test_an_optimizer_may_step_in_the_backward(agree: Agree, checkpoint: str) ->
         return losses
 
     agree(loop, checkpoint=checkpoint)
-
-
-def test_a_queued_callback_runs_at_the_end_of_the_backward() -> None:
-    module = nn.Sequential(nn.Linear(6, 3), nn.Tanh()).double()
-    order: list[str] = []
-    engine: Any = torch.autograd.Variable._execution_engine
-    first = module[0].weight
-
-    def at_the_end() -> None:
-        order.append(f"end, with a gradient: {first.grad is not None}")
-
-    module[1].register_full_backward_hook(
-        lambda *_: order.append("layer") or engine.queue_callback(at_the_end)
-    )
-    with Pipe(module, [1, 1], devices=["cpu"] * 2, chunks=2) as pipe:
-        loss_of(pipe, *next(batches(1))).backward()
-    assert order == ["layer"] * 2 + ["end, with a gradient: True"] * 2

@@ -251,16 +251,6 @@ def test_a_replaced_layer_takes_part_in_the_skips() -> None:
         same(pipe(rows(2)), rows(2) * 99)
 
 
-def test_replacing_a_layer_routes_the_skips_anew() -> None:
-    """So the layers at both ends of a skip may be put in another namespace."""
-    with pipe_of(Stash(), nn.Identity(), PopAdd(), chunks=2) as pipe:
-        namespace, first = Namespace(), pipe[0]
-        assert isinstance(first, Stash)
-        first.isolate(namespace)
-        setattr(pipe, "2", PopAdd().isolate(namespace))
-        same(pipe(rows(2)), rows(2) * 3)
-
-
 @pytest.mark.parametrize("layer", [nn.Tanh(), PopAdd(), Stash().isolate(Namespace())])
 def test_a_layer_whose_skips_do_not_match_does_not_replace_another(layer: nn.Module) -> None:
     with pipe_of(Stash(), Apply(torch.neg), PopAdd(), chunks=2) as pipe:

@@ -67,30 +67,6 @@ def test_the_value_that_is_popped_is_the_one_that_was_stashed() -> None:
     assert popped[0] is x
 
 
-def test_one_layer_may_stash_and_pop_several() -> None:
-    def first(_: nn.Module, x: Tensor) -> Forward:
-        yield stash("a", x + 1)
-        yield stash("b", x + 2)
-        return x
-
-    def second(_: nn.Module, x: Tensor) -> Forward:
-        b = yield pop("b")
-        yield stash("c", b * 10)
-        a = yield pop("a")
-        return x + a * 100
-
-    def third(_: nn.Module, x: Tensor) -> Forward:
-        c = yield pop("c")
-        return x + c
-
-    model = nn.Sequential(
-        layer_of(first, stash=["a", "b"]),
-        layer_of(second, stash=["c"], pop=["a", "b"]),
-        layer_of(third, pop=["c"]),
-    )
-    assert model(one()).item() == 1 + 200 + 30
-
-
 def test_a_helper_may_yield_for_the_forward() -> None:
     def helper(x: Tensor) -> Forward:
         yield stash("a", x)
@@ -100,22 +76,6 @@ def test_a_helper_may_yield_for_the_forward() -> None:
         return (yield from helper(x))
 
     assert nn.Sequential(layer_of(forward, stash=["a"]), PopAdd())(one()).item() == 3
-
-
-@pytest.mark.parametrize("value", [None, 3, "three", [1, {"a": None}]], ids=repr)
-def test_a_value_may_be_anything(value: Any) -> None:
-    popped = []
-
-    def put(_: nn.Module, x: Tensor) -> Forward:
-        yield stash("a", value)
-        return x
-
-    def take(_: nn.Module, x: Tensor) -> Forward:
-        popped.append((yield pop("a")))
-        return x
-
-    nn.Sequential(layer_of(put, stash=["a"]), layer_of(take, pop=["a"]))(one())
-    assert popped == [value]
 
 
 # What it is told ----------------------------------------------------------------------------------

@@ -120,18 +120,6 @@ def test_a_decorated_class_may_derive_from_skippable() -> None:
     assert skipped(layer.isolate(None)) == 2
 
 
-def test_subclasses_of_one_class_may_be_decorated_in_different_ways() -> None:
-    class Flexible(Skippable):
-        def forward(self, x: Tensor) -> Forward:
-            for name in self.skip_stashes:
-                yield stash(name, x)
-            return x
-
-    kinds = [declaring(Flexible, stash=names) for names in (["a"], ["b", "c"], [])]
-    assert [set(kind().skip_stashes) for kind in kinds] == [{"a"}, {"b", "c"}, set()]
-    assert not Flexible.skip_stashes
-
-
 class StashAndPop(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -157,13 +145,6 @@ def test_decorating_twice_declares_both(
 ) -> None:
     layer: Any = skippable(**second)(declaring(StashAndPop, **first))()
     assert (dict(layer.skip_stashes), set(layer.skip_pops)) == ({"a": 1, "c": 1}, {"b"})
-
-
-@skippable(stash=["b"])
-class StashB(nn.Module):
-    def forward(self, x: Tensor) -> Forward:
-        yield stash("b", x)
-        return x
 
 
 # Subclasses ---------------------------------------------------------------------------------------
@@ -232,20 +213,6 @@ def test_a_layer_may_run_another_of_its_class() -> None:
 
     inner = nn.Sequential(Outer(nn.Identity()).isolate(Namespace()), nn.Identity())
     assert skipped(Outer(inner)) == 2
-
-
-def test_a_subclass_may_be_decorated_with_what_it_does_in_addition() -> None:
-    @skippable(pop=["b"])
-    class Both(Stash):  # type: ignore[misc,valid-type]
-        def __init__(self) -> None:
-            super().__init__(2.0)
-
-        def forward(self, x: Tensor) -> Forward:
-            yield stash("a", x)
-            b = yield pop("b")
-            return x * self.weight + b
-
-    assert skipped(nn.Sequential(StashB(), Both())) == 4
 
 
 # The constructor ----------------------------------------------------------------------------------

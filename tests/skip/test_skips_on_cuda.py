@@ -146,22 +146,6 @@ def test_a_step_is_that_of_the_plain_model(
     assert_same_step(model(poppers), devices, checkpoint=checkpoint)
 
 
-def test_what_a_layer_keeps_on_cpu_on_purpose_stays_there() -> None:
-    found: list[str] = []
-
-    def put(x: Tensor) -> tuple[Tensor, Tensor]:
-        return x, torch.arange(len(x), device="cpu")
-
-    def take(skip: Any) -> Tensor:
-        found.extend(tensor.device.type for tensor in skip)
-        x: Tensor = skip[0]
-        return x
-
-    with pipe_of(model(put=put, take=take), ["cuda:0", "cpu", "cuda:0"], chunks=1) as pipe:
-        pipe(batch())
-    assert found == ["cuda", "cpu"]
-
-
 # Copies -------------------------------------------------------------------------------------------
 
 
@@ -223,20 +207,6 @@ def test_steps_on_a_stream_of_the_caller_s_own_are_right(
 def reserved() -> int:
     torch.cuda.synchronize()
     return sum(torch.cuda.memory_reserved(k) for k in range(torch.cuda.device_count()))
-
-
-@pytest.mark.slow
-@placements
-@modes
-def test_reserved_memory_stays_flat(devices: list[str], checkpoint: str) -> None:
-    x = batch()
-    with pipe_of(model(2), devices, checkpoint=checkpoint) as pipe:
-        sizes = []
-        for step in range(300):
-            pipe(x).sum().backward()
-            if step in (99, 299):
-                sizes.append(reserved())
-    assert sizes[1] <= sizes[0]
 
 
 @pytest.mark.multi_gpu

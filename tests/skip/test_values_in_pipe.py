@@ -203,17 +203,6 @@ def test_the_second_popping_layer_does_not_get_the_first_ones_changes(
             same(output, y + 1000 * y.exp() + y.exp())
 
 
-@balances
-def test_the_second_popping_layer_does_not_get_changes_in_inference_mode_either(
-    balance: list[int],
-) -> None:
-    model, x = two_poppers(), batch()
-    first: Any = model[0]
-    with torch.inference_mode(), pipe_of(model, balance, chunks=2) as pipe:
-        y = first.before(x)
-        same(pipe(x), y + 1000 * y.exp() + y.exp())
-
-
 @modes
 def test_a_skip_that_is_modified_between_a_forward_and_its_recomputation_is_refused(
     checkpoint: str,

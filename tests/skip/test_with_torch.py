@@ -111,28 +111,6 @@ def test_a_hook_on_the_skip_itself_sees_its_gradient(checkpoint: str) -> None:
         same(seen, [last.layer(x)])
 
 
-# Autocast -----------------------------------------------------------------------------------------
-
-
-@kinds
-def test_autocast_gives_skips_the_dtypes_of_the_plain_model(kind: str) -> None:
-    dtypes: list[torch.dtype] = []
-
-    @skippable(pop=["a"])
-    class Look(nn.Module):
-        def forward(self, x: Tensor) -> Forward:
-            a = yield pop("a")
-            dtypes.append(a.dtype)
-            return x * a
-
-    module = nn.Sequential(Stash(), nn.Linear(2, 2), Look())
-    with plain_or_pipe(module, kind) as runner:
-        with torch.autocast("cpu", torch.bfloat16):
-            output = runner(torch.randn(4, 2))
-        output.float().sum().backward()
-    assert set(dtypes) == {torch.bfloat16}
-
-
 # torch.func ---------------------------------------------------------------------------------------
 
 

@@ -140,22 +140,6 @@ def test_a_step_whose_last_task_failed_is_left_out_of_the_report(phase: str) -> 
     assert (timeline.report().calls, timeline.report().incomplete) == (1, 1)
 
 
-def test_a_call_whose_last_task_failed_is_left_out_of_the_report() -> None:
-    calls = []
-
-    def function(x: Tensor) -> Tensor:
-        calls.append(x)
-        if len(calls) == M:
-            raise ValueError("no")
-        return x
-
-    with pipe_of(nn.Linear(3, 3), Apply(function)) as pipe, pipe.record() as timeline:
-        with pytest.raises(ValueError, match="no"):
-            pipe(X)
-        pipe(X)
-    assert (timeline.report().calls, timeline.report().incomplete) == (1, 1)
-
-
 # Statistics ---------------------------------------------------------------------------------------
 
 

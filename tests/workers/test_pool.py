@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import sys
@@ -16,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipert import Pipe, PipeClosedError, WorkerDiedError
+from pipert import Pipe, PipeClosedError
 from pipert.workers import pool as pool_module
 from pipert.workers.pool import Pool
 from pipert.workers.worker import WorkerThread
@@ -142,25 +141,6 @@ def test_only_a_dead_thread_is_replaced() -> None:
     assert (new[0] is old[0], new[1] is old[1]) == (False, True)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_task_for_a_worker_that_was_ended_from_outside_is_abandoned_for_that_reason() -> None:
-    pool = Pool(["pipert-test-0"], [CPU])
-    pool.start()
-    thread = pool._threads[0]
-
-    def die() -> None:
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(
-            ctypes.c_ulong(threading.get_ident()), ctypes.py_object(SystemExit)
-        )
-
-    pool.put(0, Job(die))
-    thread.join(WAIT)
-    job = Job()
-    pool.put(0, job)
-    pool.close()
-    assert job.outcomes == [WorkerDiedError]
-
-
 # P2
 
 
@@ -228,17 +208,6 @@ def test_a_recomputed_layer_may_close_its_pipe() -> None:
     holder.clear()
     assert threading.current_thread() in first.threads
     assert x.grad is not None and torch.equal(x.grad, torch.full((4, 1), 16.0))
-
-
-def test_a_layer_may_close_another_pipe() -> None:
-    before = workers()
-    other = two(Double(), Double())
-    other(ROWS)
-    with two(Double(other.close), Double()) as pipe:
-        caller, outcome = started(lambda: pipe(ROWS))
-        caller.join(WAIT)
-        assert isinstance(outcome[0], Tensor)
-    assert workers() == before
 
 
 @pytest.mark.parametrize("at", [0, 1])
