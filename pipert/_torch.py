@@ -8,8 +8,7 @@ Any release of torch may drop such a name. So each is looked up here, once, at i
 2. Any other name has a *fallback*: a public way that is slower, or one feature less.
 
 ``tests/test_private_names.py`` takes each of them away. Attributes of tensors, modules, nodes and
-storages are read where they are used; here is only noted that they are needed. Those of process
-groups are in ``distributed/groups.py``.
+storages are read where they are used; here is only noted that they are needed.
 """
 
 from __future__ import annotations

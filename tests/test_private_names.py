@@ -7,8 +7,7 @@ import json
 import pytest
 import torch
 
-from pipert import UnsupportedTorchError, _torch
-from pipert.distributed import groups
+from pipert import _torch
 from tests import scripts
 
 SCRIPT = '''
@@ -130,12 +129,3 @@ with pipe:
 def test_all_names_are_there() -> None:
     _torch.refuse_unsupported()
     assert _torch.NEEDED and _torch.OTHERS
-
-
-@pytest.mark.parametrize("name", groups._NEEDED)
-def test_ranks_are_told_what_torch_lacks_to_make_a_group(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delattr(torch.distributed.distributed_c10d, name)
-    with pytest.raises(UnsupportedTorchError, match=f"lacks {name} of torch.distributed"):
-        groups.make_group([0])

@@ -17,14 +17,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pipert._typing import Device, Value
-from pipert.distributed.agreement import Control
-from pipert.distributed.asked import Settings, Site, Step
-from pipert.distributed.gradients import check_shards, layouts_of, place_of, shards_of, tie
-from pipert.distributed.norm import norm_of_all
-from pipert.distributed.parts import device_of, parts_of
-from pipert.distributed.recording import record
-from pipert.distributed.runtime import Runtime
-from pipert.distributed.schedules import check_schedule
+from pipert.distributed.rank_agreement import Agreement
+from pipert.distributed.rank_gradients import check_tied, norm_of_all, tie
+from pipert.distributed.rank_parts import device_of, parts_of
+from pipert.distributed.rank_reports import RankSettings, Site, StepArguments
+from pipert.distributed.rank_run import RankRuntime
+from pipert.distributed.rank_timeline import record
+from pipert.distributed.torch_schedules import check_schedule
 from pipert.layers.batchnorm import check_batch_norm
 from pipert.model.settings import check_checkpoint, check_chunks, whole
 from pipert.model.split import check_balance, check_module, require_balance
@@ -75,7 +74,7 @@ class Pipe(nn.Module):
         RankError: another rank failed.
     """
 
-    _runtime: Runtime
+    _runtime: RankRuntime
 
     def __init__(
         self,
@@ -104,35 +103,36 @@ class Pipe(nn.Module):
                 f"mesh must have one dimension, or two: the pipeline's and the data-parallel one's;"
                 f" got {mesh}"
             )
-        replicas = mesh.mesh.reshape(mesh.mesh.size(0), -1).T.tolist()
-        if any(each != sorted(each) for each in replicas):
-            raise ValueError(f"the ranks of a pipeline must ascend, got {replicas}")
-        ranks = dist.get_process_group_ranks(mesh.get_group(0))
-        control = Control(mesh.mesh.flatten().tolist())
-        with control.agreeing() as layouts:
+        agreement, group = Agreement(mesh.mesh.flatten().tolist()), mesh.get_group(0)
+        ranks = dist.get_process_group_ranks(group)
+        with agreement.agreeing() as layouts:
             own_device = device_of(mesh, device)
-            self._settings, balance = _settings_of(
-                module, balance, len(ranks), chunks, schedule, checkpoint, deferred_batch_norm
-            )
-            parts = parts_of(module, balance, self._settings.schedule, ranks, own_device)
-            layouts.append((balance, self._settings, parts.layout))
-        control.require_same("arguments and layers", layouts)
-        index = control.ranks.index
-        ends = [(index(each[0]), index(each[parts.placement[-1]])) for each in replicas]
+            check_module(module)
+            verify_skippables(module)
+            balance = [whole(count, "each entry of balance") for count in require_balance(balance)]
+            check_balance(module, balance, len(balance))
+            chosen = check_checkpoint(checkpoint) or _DEFAULTS.get(schedule, "never")
+            schedule = check_schedule(schedule, len(balance), len(ranks), chosen)
+            check_batch_norm(module, deferred_batch_norm)
+            settings = check_chunks(chunks), chosen, schedule, bool(deferred_batch_norm)
+            self._settings = RankSettings(*settings)
+            parts = parts_of(module, balance, schedule, ranks, own_device)
+            layouts.append((balance, settings, parts.layout))
+        agreement.require_same("arguments and layers", layouts)
+        replicas = mesh.mesh.reshape(len(ranks), -1).T.sort().values
+        index, last = agreement.ranks.index, parts.placement[-1]
+        ends = [(index(each[0]), index(each[last])) for each in replicas.tolist()]
         homes = [ranks[k] for k in parts.placement]
-        site = Site(control, mesh.get_group(0), homes, ends, replicas.index(ranks), own_device)
+        site = Site(agreement, group, homes, ends, own_device)
         for part in parts.modules.values():
             self._modules.update(part._modules)
-        tied = tie(parts.shared, control)
-        places = [place_of(one.parameter, parts.modules.values()) for one in tied]
-        with control.agreeing() as shards:
+        tied = tie(parts.shared, site)
+        with agreement.agreeing():
             wrapped = {j: wrap and wrap(part) or part for j, part in parts.modules.items()}
-            tied = shards_of(tied, places, parts.modules.values())
-            shards.append(layouts_of(tied))
-        check_shards(shards)
+            check_tied(tied, self)
         self.training = module.training
         self._elsewhere = module._modules.keys() - self._modules.keys()
-        self._runtime = Runtime(site, parts, wrapped, tied)
+        self._runtime = RankRuntime(site, parts, wrapped, tied)
 
     @property
     def chunks(self) -> int:
@@ -183,11 +183,9 @@ class Pipe(nn.Module):
         Args:
             *args: as in :meth:`pipert.Pipe.forward`, on the first rank; ignored on others.
             **kwargs: likewise.
-            loss_fn: as in :meth:`pipert.Pipe.forward_backward`; called on the last rank.
-            target: likewise, on the last rank; ignored on others.
-            reduction: likewise.
-            denominator: likewise, on the last rank; ignored on others.
-            loss_scale: likewise; the same on all ranks.
+            loss_fn, target, denominator: as in :meth:`pipert.Pipe.forward_backward`, on the last
+                rank; targets and denominators of others are ignored.
+            reduction, loss_scale: likewise; the same on all ranks.
             return_outputs: whether to return the outputs as well, on the last rank.
 
         Returns:
@@ -198,7 +196,7 @@ class Pipe(nn.Module):
             RankError: another rank failed.
             Exception: as :meth:`pipert.Pipe.forward_backward`.
         """
-        step = Step(loss_fn, target, reduction, denominator, loss_scale, return_outputs)
+        step = StepArguments(loss_fn, target, reduction, denominator, loss_scale, return_outputs)
         loss, outputs = self._runtime.run(args, kwargs, self._settings, step)
         return (loss, outputs) if return_outputs else loss
 
@@ -230,23 +228,12 @@ class Pipe(nn.Module):
         return self
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if isinstance(value, nn.Module):
-            self.add_module(name, value)
+        if isinstance(value, nn.Module):  # its parameters would be listed, but nobody would call it
+            raise RuntimeError(
+                f"{name!r} cannot be set to a module: a pipert.distributed.Pipe keeps its layers; "
+                "replace those of the Sequential, on all ranks, and make a new pipe"
+            )
         super().__setattr__(name, value)
-
-    def add_module(self, name: str, module: nn.Module | None) -> None:
-        """Refuse to add a module: its parameters would be listed, but nobody would call it."""
-        raise RuntimeError(
-            f"{name!r} cannot be set to a module: a pipert.distributed.Pipe keeps its layers; "
-            "replace those of the Sequential, on all ranks, and make a new pipe"
-        )
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Refuse to be copied or pickled: the copy's messages would come from this rank alone."""
-        raise TypeError(
-            "a pipert.distributed.Pipe cannot be copied or pickled, as its process groups belong to"
-            " this process; save its state_dict(), or make another pipe, on all ranks"
-        )
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
@@ -269,29 +256,10 @@ class Pipe(nn.Module):
         grads = [p.grad for p in self.parameters() if p.grad is not None and p not in copies]
         return norm_of_all(grads, norm_type, self._runtime.site)
 
-    def __repr__(self) -> str:
-        lines = [f"Pipe of {len(self._runtime.site.homes)} partitions, of which here:"]
-        for j, part in self._runtime.parts.modules.items():
-            shown = f"partition {j} on {self._runtime.site.device}: {part!r}"
-            lines.append("  " + shown.replace("\n", "\n  "))
-        return "\n".join(lines)
+    def extra_repr(self) -> str:
+        """Say which partitions are here."""
+        here, site = list(self._runtime.parts.modules), self._runtime.site
+        return f"partitions {here} of {len(site.homes)}, on {site.device}"
 
 
-def _settings_of(
-    module: Any,
-    balance: Any,
-    ranks: int,
-    chunks: Any,
-    schedule: Any,
-    checkpoint: Any,
-    deferred: Any,
-) -> tuple[Settings, list[int]]:
-    """Check a pipe's arguments, and return its settings and balance."""
-    check_module(module)
-    verify_skippables(module)
-    balance = [whole(count, "each entry of balance") for count in require_balance(balance)]
-    check_balance(module, balance, len(balance))
-    chosen = check_checkpoint(checkpoint) or ("except_last" if schedule == "gpipe" else "never")
-    schedule = check_schedule(schedule, len(balance), ranks, chosen)
-    check_batch_norm(module, deferred)
-    return Settings(check_chunks(chunks), chosen, schedule, bool(deferred)), balance
+_DEFAULTS = {"gpipe": "except_last"}

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipert import distributed
-from pipert.distributed.agreement import Control
+from pipert.distributed.rank_agreement import Agreement
 from tests.distributed.launcher import run
 
 
@@ -236,10 +236,27 @@ SIZES = [(10, 10), (10, 4000), (5000, 10), (9000, 20_000)]
 
 
 def long_and_short(rank: int) -> list[list[bytes]]:
-    control = Control([0, 1])
-    return [control.agree(bytes([rank]) * each[rank]) for each in SIZES]
+    agreement = Agreement([0, 1])
+    return [agreement.agree(bytes([rank]) * each[rank]) for each in SIZES]
 
 
 def test_ranks_exchange_contents_longer_than_a_message() -> None:
     expected = [[b"\0" * first, b"\1" * second] for first, second in SIZES]
     assert run(2, long_and_short) == [expected, expected]
+
+
+def without_numpy(rank: int) -> Tensor:
+    def numpy(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("Numpy is not available")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Tensor, "numpy", numpy)
+        pipe = distributed.Pipe(layers(), [3, 3], chunks=2)
+        x, y = batch(8)
+        loss: Tensor = pipe.forward_backward(x, target=y, loss_fn=F.mse_loss)
+        return loss
+
+
+def test_numpy_is_not_needed() -> None:
+    first, last = run(2, without_numpy)
+    assert torch.equal(first, last)

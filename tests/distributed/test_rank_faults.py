@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import os
-import pickle
 import signal
 import threading
 import weakref
@@ -429,35 +427,6 @@ class First(nn.Module):
         return x[0] if isinstance(x, tuple) else x
 
 
-def changes(rank: int) -> None:
-    torch.manual_seed(0)
-    changing = Changing()
-    model = nn.Sequential(nn.Linear(4, 4), changing, First(), nn.Linear(4, 4))
-    pipe = distributed.Pipe(model, [2, 2], chunks=4)
-    losses = [step(pipe)]
-    for does, says in [
-        (lambda x: (x, 2), "what is no tensor"),
-        (lambda x: (x, 1, x), "what is no tensor"),
-        (lambda x: x, "what is no tensor"),
-        (lambda x: (x[:, :2], 1), "other tensors"),
-        (lambda x: (x.double(), 1), "other tensors"),
-        (lambda x: (x, x.clone(), 1), "other tensors"),
-        (lambda x: None, "other tensors"),
-    ]:
-        if rank == 0:
-            changing.does = does
-        kind, text = caught(lambda: step(pipe))
-        assert kind is (distributed.RankError if rank else TypeError), (says, kind, text)
-        assert says in text and "partitions 0 and 1" in text and "micro-batch 0 of 4" in text, text
-        changing.does = _usual
-        losses.append(step(pipe))
-    assert torch.equal(torch.stack(losses), losses[0].expand(8))
-
-
-def test_what_crosses_changes() -> None:
-    run(2, changes)
-
-
 def wrong(rank: int) -> None:
     """Ranks make pipes that do not go together."""
     def make(module: Any = None, balance: Any = (3, 3), **settings: Any) -> distributed.Pipe:
@@ -489,8 +458,7 @@ def wrong(rank: int) -> None:
             kind, text = caught(partial(make, **given if rank == bad else {}))
             assert kind is (mine if rank == bad else others), (given, kind, text)
             assert says in text, (given, text)
-    kind, text = caught(partial(make, mesh=DeviceMesh("cpu", [1, 0])))
-    assert kind is ValueError and "must ascend" in text, text
+    check_works(make(chunks=4, mesh=DeviceMesh("cpu", [1, 0])), 2)
     check_works(make(chunks=4), 2)
 
 
@@ -703,18 +671,6 @@ def sets_a_layer(rank: int) -> None:
 
 def test_layers_cannot_be_replaced() -> None:
     run(2, sets_a_layer)
-
-
-def copies(rank: int) -> None:
-    pipe = distributed.Pipe(trapped(2), [3, 3])
-    for do in (copy.deepcopy, copy.copy, pickle.dumps):
-        kind, text = caught(partial(do, pipe))
-        assert kind is TypeError and "a pipert.distributed.Pipe cannot be copied" in text, text
-    check_works(pipe, 2)
-
-
-def test_a_pipe_cannot_be_copied_or_pickled() -> None:
-    run(2, copies)
 
 
 def _tied(sparse: bool) -> nn.Sequential:

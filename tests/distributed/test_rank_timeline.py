@@ -96,7 +96,7 @@ def other_clock(rank: int) -> list[Event]:
             self.origin._began -= rank
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pipert.distributed.recording.Recording", Early)
+        patch.setattr("pipert.distributed.rank_timeline.Recording", Early)
         with pipe.record() as timeline:
             step(pipe)
     return list(timeline.events)

@@ -1,4 +1,4 @@
-"""Partitions that ``fully_shard`` treats as one unit, or only in parts, also with tied weights."""
+"""Partitions that ``fully_shard`` treats as one unit, or only in parts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -23,23 +23,9 @@ from tests.distributed.test_rank_faults import batch, caught
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 
 
-class Shared(nn.Module):
-    """A layer with a weight that others have, too."""
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        self.linear = linear
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.linear(x))
-
-
-def layers(tied: bool) -> nn.Sequential:
+def layers() -> nn.Sequential:
     torch.manual_seed(0)
-    linears = [nn.Linear(4, 4) for _ in range(4)]
-    if tied:
-        return nn.Sequential(*[one for k in range(4) for one in (Shared(linears[0]), linears[k])])
-    return nn.Sequential(*linears)
+    return nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
 
 
 def pipe_of(
@@ -73,9 +59,9 @@ def each_layer(part: nn.Sequential) -> Iterable[nn.Module]:
     return part
 
 
-def accumulates(rank: int, tied: bool, shards: Any) -> None:
+def accumulates(rank: int, shards: Any) -> None:
     """Steps of new shapes, with evaluations in between."""
-    plain, pipe = layers(tied), pipe_of(layers(tied), shards)
+    plain, pipe = layers(), pipe_of(layers(), shards)
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (plain, pipe)]
     for k, rows in enumerate((8, 6, 4, 8, 2)):
         x, y = batch(rows)
@@ -93,17 +79,17 @@ def accumulates(rank: int, tied: bool, shards: Any) -> None:
                 optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("tied, shards", [(False, whole), (True, whole), (False, each_layer)])
-def test_gradients_accumulate_over_new_shapes(tied: bool, shards: Any) -> None:
-    run(4, accumulates, tied, shards)
+@pytest.mark.parametrize("shards", [whole, each_layer])
+def test_gradients_accumulate_over_new_shapes(shards: Any) -> None:
+    run(4, accumulates, shards)
 
 
-def one_shards(rank: int) -> tuple[Any, str]:
-    return caught(
-        partial(pipe_of, layers(True), lambda part: [part] * ("0" in dict(part.named_children())))
-    )
+def shards_a_tied_weight(rank: int) -> tuple[Any, str]:
+    model = layers()
+    model[3].weight = model[0].weight
+    return caught(partial(pipe_of, model, whole))
 
 
-def test_a_weight_that_only_some_ranks_shard_is_refused() -> None:
-    for kind, text in run(4, one_shards):
-        assert kind is ValueError and "sharded alike" in text, text
+def test_a_weight_that_several_ranks_share_cannot_be_sharded() -> None:
+    for kind, text in run(4, shards_a_tied_weight):
+        assert kind is ValueError and "use DistributedDataParallel" in text, text

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from pipert import distributed
-from pipert.distributed.halves import behind_one_node, can_be_split
+from pipert.distributed.split_backward import behind_one_node, can_be_split
 from tests.distributed.launcher import in_sweep, run
 
 SCHEDULES = ["InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]

@@ -52,7 +52,7 @@ REASONS = {
         "notifier.recorded(action, stage.place.device)",
     ): "records; see the mutants of stage/recorded.py",
     (
-        "pipert/distributed/stages.py",
+        "pipert/distributed/rank_partition.py",
         "notifier.watched(action, self.place.device)",
     ): "records; see the mutants of stage/recorded.py",
     (

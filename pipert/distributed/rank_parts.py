@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pipert._torch import refuse_unsupported
 from pipert._typing import Device
-from pipert.distributed.gradients import SharedParameters, find_shared
-from pipert.distributed.schedules import ranks_of
-from pipert.distributed.stages import StageModule
+from pipert.distributed.rank_gradients import SharedParameters
+from pipert.distributed.rank_partition import StageModule
+from pipert.distributed.torch_schedules import ranks_of
 from pipert.layers.buffers import KEEPING
 from pipert.layers.generators import DRAWING
 from pipert.layers.place import last_layer
@@ -27,7 +27,7 @@ from pipert.skip.routes import PartitionSkips, routes_along
 __all__: list[str] = []
 
 
-class Parts(NamedTuple):
+class RankParts(NamedTuple):
     """A model split into partitions, with this rank's on their device."""
 
     placement: list[int]
@@ -35,10 +35,10 @@ class Parts(NamedTuple):
     modules: dict[int, StageModule]
     """This rank's partitions, by number."""
     skips: Sequence[PartitionSkips]
-    """The skips of each partition of the model."""
     before: Sequence[str]
     """For each partition, the description of the layer before it, for errors."""
     shared: SharedParameters
+    """In the same order on all ranks."""
     layout: int
     """A checksum of the names, shapes and dtypes of all the model's parameters."""
 
@@ -59,33 +59,31 @@ def parts_of(
     schedule: str,
     ranks: list[int],
     device: torch.device,
-) -> Parts:
+) -> RankParts:
     """Split a model, and move only this rank's partitions to its device."""
     refuse_unsupported()
     DRAWING.prepare()
     KEEPING.prepare()
-    partitions = split(module, balance)
-    placement = ranks_of(schedule, len(balance), len(ranks))
-    shared = find_shared(partitions, placement, ranks)
-    if shared and any(p.is_meta for p, _ in shared):
-        raise ValueError(
-            "parameters that several partitions share cannot be on the meta device, where each "
-            "rank would get others; build the model on CPU"
-        )
     counts = Counter(p for home in module.modules() for p in home._parameters.values())
     if any(count > 1 and p is not None and p.is_meta for p, count in counts.items()):
         raise ValueError(
             "parameters that several layers share cannot be on the meta device, where each layer "
             "would get others; build the model on CPU"
         )
+    partitions = split(module, balance)
+    placement = ranks_of(schedule, len(balance), len(ranks))
+    homes: dict[nn.Parameter, set[int]] = {}
+    for partition, home in zip(partitions, placement, strict=True):
+        for parameter in partition.parameters():
+            homes.setdefault(parameter, set()).add(ranks[home])
+    shared = [(parameter, sorted(having)) for parameter, having in homes.items() if len(having) > 1]
     me = ranks.index(dist.get_rank())
-    modules = {
-        j: _placed(part, device) for j, part in enumerate(partitions) if placement[j] == me
-    }
+    own = [(j, part) for j, part in enumerate(partitions) if placement[j] == me]
+    modules = {j: _placed(part, device) for j, part in own}
     before = ["", *map(last_layer, partitions)]
     shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in module.named_parameters()]
     layout = zlib.crc32(str(shapes).encode())
-    return Parts(placement, modules, routes_along(partitions), before, shared, layout)
+    return RankParts(placement, modules, routes_along(partitions), before, shared, layout)
 
 
 def _placed(partition: nn.Sequential, device: torch.device) -> StageModule:

@@ -8,17 +8,16 @@ end: it was idle while the input of its next task had not been computed there.
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from statistics import median
 from time import perf_counter
-from typing import NamedTuple
 
 import torch
 
-from pipert.distributed.agreement import Control
-from pipert.distributed.runtime import Runtime
+from pipert.distributed.rank_agreement import Agreement
+from pipert.distributed.rank_run import RankRuntime
 from pipert.observe.event import BACKWARD, FORWARD, RECOMPUTE, WAIT, Event
 from pipert.observe.recorder import Recording
 from pipert.timeline.advice import cores
@@ -26,73 +25,49 @@ from pipert.timeline.timeline import Timeline
 
 __all__: list[str] = []
 
-_CPU = torch.device("cpu")
 _MEETINGS = 7  # a rank may be woken late from one or two of them
-
-
-class _Part(NamedTuple):
-    """The recording of one rank."""
-
-    events: list[Event]
-    layers: dict[int, list[float]]
-    """For each of the rank's partitions, the seconds that each layer took."""
-    steps: set[int]
-    """The numbers of the runs that went backward."""
-    failed: set[int]
-    """The numbers of the runs that failed."""
-    met: list[float]
-    """The moments at which the rank went on after each meeting."""
-
-    def by_clock_of(self, other: _Part) -> Iterator[Event]:
-        """Yield the events with times by another rank's clock."""
-        ahead = median([mine - theirs for mine, theirs in zip(self.met, other.met, strict=True)])
-        for event in self.events:
-            yield replace(event, start=event.start - ahead, end=event.end - ahead)
 
 
 class RankTimeline(Timeline):
     """The events of all ranks of a pipeline; it is filled when the block has ended on all."""
 
-    def __init__(
-        self, homes: Sequence[int], devices: Sequence[torch.device], chunks: int, cores: int
-    ) -> None:
+    def __init__(self, homes: Sequence[int], devices: Sequence[torch.device], chunks: int) -> None:
         self._ranks = sorted(set(homes))
         workers = [self._ranks.index(home) for home in homes]
         super().__init__((), devices, workers, chunks=chunks)
-        self._cores = cores
 
     @property
     def lanes(self) -> tuple[str, ...]:
         """The names of the ranks, such as ``'rank 0'``."""
         return tuple([f"rank {rank}" for rank in self._ranks])
 
-    def fill(self, parts: Sequence[_Part]) -> None:
-        """Take the recordings of all ranks, in their order."""
-        recorded = [event for part in parts for event in part.by_clock_of(parts[0])]
-        in_order = Timeline(recorded, self.devices, self._workers).events
-        shown = [*_cut_at_recomputations(in_order), *_waits(in_order, self._workers)]
-        layers = {j: seconds for part in parts for j, seconds in part.layers.items() if seconds}
-        self._events = Timeline(shown, self.devices, self._workers).events
-        self._steps = frozenset().union(*[part.steps for part in parts])
-        self._failed = frozenset().union(*[part.failed for part in parts])
-        if len(layers) == len(self.devices):
-            self._layers = [layers[j] for j in range(len(layers))]
+    def fill(
+        self, events: list[Event], layers: Mapping[int, list[float]], steps: set[int],
+        failed: set[int], cores: int,
+    ) -> None:  # fmt: skip
+        """Take the recordings of all ranks."""
+        events.sort(key=lambda event: (event.start, event.end))
+        shown = [*_cut_at_recomputations(events), *_waits(events, self._workers)]
+        known = [layers[j] for j in range(len(self.devices)) if layers[j]]
+        all_known = known if len(known) == len(self.devices) else None
+        about = self.devices, self._workers, all_known, self._chunks, steps, failed
+        super().__init__(shown, *about)
+        self._cores = cores
 
 
 @contextmanager
-def record(runtime: Runtime, chunks: int) -> Iterator[Timeline]:
+def record(runtime: RankRuntime, chunks: int) -> Iterator[Timeline]:
     """Record the tasks of all ranks in the block, which all of them enter and leave.
 
     After an error in the block the timeline stays empty: other ranks may be elsewhere, so nothing
     is exchanged.
     """
-    site = runtime.site
-    machines = site.control.agree((site.device, platform.node(), cores()), to="record()")
-    devices = [machines[site.control.ranks.index(home)][0] for home in site.homes]
-    cores_by_node = dict([(node, count) for _, node, count in machines])
-    timeline = RankTimeline(site.homes, devices, chunks, sum(cores_by_node.values()))
+    site, agreement = runtime.site, runtime.site.agreement
+    machines = agreement.agree((site.device, platform.node(), cores()), to="record()")
+    devices = [agreement.of(home, machines)[0] for home in site.homes]
+    timeline = RankTimeline(site.homes, devices, chunks)
     recording = Recording([site.device])
-    met = [_meet(site.control) for _ in range(_MEETINGS)]
+    ahead = _seconds_ahead(agreement, recording)
     runtime.counters.start_recording(recording)
     try:
         yield timeline
@@ -100,16 +75,31 @@ def record(runtime: Runtime, chunks: int) -> Iterator[Timeline]:
         runtime.counters.stop_recording(recording)
     partitions = runtime.parts.modules
     layers = {j: recording.layer_seconds(j, len(part)) for j, part in partitions.items()}
-    met = [recording.origin.date(moment, _CPU) for moment in met]
-    own = _Part(recording.events(), layers, recording.steps, recording.failed, met)
-    parts = site.control.agree(own, to="the end of record()")
-    timeline.fill([parts[site.control.ranks.index(rank)] for rank in sorted(set(site.homes))])
+    events = [
+        replace(event, start=event.start - ahead, end=event.end - ahead)
+        for event in recording.events()
+    ]
+    own = events, layers, recording.steps, recording.failed
+    reports = agreement.agree(own, to="the end of record()")
+    parts = [agreement.of(rank, reports) for rank in sorted(set(site.homes))]
+    timeline.fill(
+        [event for events, *_ in parts for event in events],
+        {j: seconds for _, layers, *_ in parts for j, seconds in layers.items()},
+        set().union(*[steps for *_, steps, _ in parts]),
+        set().union(*[failed for *_, failed in parts]),
+        sum(dict([(node, count) for _, node, count in machines]).values()),
+    )
 
 
-def _meet(control: Control) -> float:
-    """Wait for all ranks; return when this one goes on."""
-    control.agree(None)
-    return perf_counter()
+def _seconds_ahead(agreement: Agreement, recording: Recording) -> float:
+    """Return how far the recording's clock is ahead of that of the first rank."""
+    met = []
+    for _ in range(_MEETINGS):
+        agreement.agree(None)
+        met.append(recording.origin.date(perf_counter(), torch.device("cpu")))
+    first = agreement.agree(met)[0]
+    ahead: float = median([mine - theirs for mine, theirs in zip(met, first, strict=True)])
+    return ahead
 
 
 def _waits(events: Sequence[Event], workers: Sequence[int]) -> list[Event]:

@@ -14,7 +14,7 @@ group of weights at a time. Three rules follow:
    what lies between them twice. And torch gives a gradient to parameters only, so no other leaf may
    need one.
 
-Where rule 3 does not hold, both halves are done at once.
+Where rule 3 might not hold, both halves are done at once.
 """
 
 from __future__ import annotations
@@ -59,31 +59,15 @@ def can_be_split(end: Tensor, inputs: Iterable[Tensor], weights: Iterable[Tensor
     for node in behind.nodes - {None}:
         for child, _ in node.next_functions:
             parents[child].append(node)
-    input_ids = set(map(id, inputs))
-    left = [n for n in parents if type(n) is AccumulateGrad and id(n.variable) in input_ids]
+    leaf_of = {node: node.variable for node in parents if type(node) is AccumulateGrad}
+    left = [node for node, leaf in leaf_of.items() if any(leaf is x for x in inputs)]
     between = set(left)  # the nodes between the outputs and the inputs, both ends included
     while left:
         for node in parents[left.pop()]:
             if node not in between:
                 between.add(node)
                 left.append(node)
-    return root in between and _has_one_branch_point_each(between)
-
-
-def _has_one_branch_point_each(between: set[Any]) -> bool:
-    """Check that no path from one branch point to a weight meets a path from another."""
-    branch_point_of: dict[Any, Any] = {}
-    for branch_point in between:
-        left = [branch_point]
-        while left:
-            for child, _ in left.pop().next_functions:
-                if child is None or child in between:
-                    continue
-                if type(child) is AccumulateGrad and child.variable is order.ENTRANCE:
-                    continue
-                if child not in branch_point_of:
-                    branch_point_of[child] = branch_point
-                    left.append(child)
-                elif branch_point_of[child] is not branch_point:
-                    return False
-    return True
+    # A node beside the way that is reached once has one branch point.
+    beside = [n for n in parents if n is not None and n not in between]
+    once = [n for n in beside if len(parents[n]) == 1 or leaf_of.get(n) is order.ENTRANCE]
+    return root in between and len(once) == len(beside)

@@ -1,13 +1,13 @@
 """Computes one partition in a mini-batch that torch's schedules run.
 
-torch's stage (``distributed/torch_stage.py``) calls a module with the tensors that arrived, sends
-the tensors it returns, and goes backward through it. That module is a :class:`StageModule` with the
-partition's layers, which forwards the call to :class:`Running`, the partition in the current
+torch's stage (``rank_stage``) calls a module with the tensors that arrived, and goes backward
+through those that it returns. That module is a :class:`StageModule` with the partition's layers, or
+a wrapper around one. It forwards the call to :class:`RankPartition`, the partition in the current
 mini-batch. As in one process, layers get random numbers of their own, and are recomputed by the
 paper's pair of functions.
 
-After a failure the schedule goes on with zeros instead of calling layers, so that no rank waits for
-a message that never comes. When all ranks have finished the schedule, all raise.
+After a failure the schedule goes on without calling layers, so that no rank waits for a message
+that never comes. When all ranks have finished the schedule, all raise.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipert._typing import Tensors, Value
@@ -26,8 +27,7 @@ from pipert.autograd import order
 from pipert.autograd.checkpoint import Checkpoint
 from pipert.autograd.recompute import Recomputation
 from pipert.batch.tensors import Carried, differentiable, tensors_of
-from pipert.distributed.boundary import Boundary
-from pipert.distributed.gradients import Gradients
+from pipert.distributed.rank_boundary import FAILED, Arrived, Parcel, pack
 from pipert.layers.batchnorm import PartitionStats
 from pipert.layers.call import AfterLayer, Layers
 from pipert.layers.place import Place
@@ -49,7 +49,7 @@ class StageModule(nn.Sequential):
     Its forward takes the tensors that arrive and returns those that leave. Only a pipe calls it.
     """
 
-    forward_micro_batch: Callable[[Tensors], Any] | None = None
+    forward_micro_batch: Callable[[Tensors], Tensors] | None = None
     """Computes a micro-batch; set while a mini-batch runs."""
 
     def forward(self, *tensors: Tensor) -> Any:
@@ -63,7 +63,7 @@ class StageModule(nn.Sequential):
 
 
 @dataclass(eq=False)
-class MiniBatch:
+class RankBatch:
     """The state of one mini-batch that this rank's partitions share."""
 
     sizes: Sequence[int]
@@ -79,14 +79,15 @@ class MiniBatch:
     is_wrapped: bool
     """Whether a module around a partition must see each backward, as DDP must."""
     is_sharded: bool
-    """Whether layers communicate with other replicas, as after ``fully_shard``; then an error ends
-    the mini-batch at once."""
+    """Whether layers communicate with other replicas, as after ``fully_shard``."""
     outputs: dict[int, Value] = field(default_factory=dict)
     losses: dict[int, Tensor] = field(default_factory=dict)
-    gradients: Gradients | None = None
-    """Set in a step, unless layers are sharded: they compute with other parameters."""
+    sent: list[dist.Work] = field(default_factory=list)
+    """Headers on their way."""
     failure: tuple[BaseException, Action | None] | None = None
     """The first error on this rank, and the action that raised it."""
+    is_failed: bool = False
+    """Whether this rank has failed, or one before it."""
     last: Action | None = None
     """The action that began last."""
 
@@ -96,7 +97,7 @@ class MiniBatch:
 
     def fail(self, error: BaseException, action: Action | None) -> None:
         """Note an error, unless an earlier one was noted."""
-        self.failure = self.failure or (error, action)
+        self.failure, self.is_failed = self.failure or (error, action), True
 
     def take_failure(self) -> tuple[BaseException, Action | None] | tuple[()]:
         """Return the failure and forget it, so that no reference cycle keeps its frames alive."""
@@ -105,81 +106,72 @@ class MiniBatch:
 
 
 @dataclass(eq=False)
-class Running:
+class RankPartition:
     """One partition in one mini-batch."""
 
     module: StageModule
-    called: nn.Module
-    """The module that torch's stage calls: ``module``, or the wrapper around it."""
     place: Place
     layers: Layers
-    batch: MiniBatch
+    batch: RankBatch
     skips: PartitionSkips
     inputs: Sequence[Value]
     """The input of each micro-batch; used by the first partition."""
     stats: PartitionStats | None
-    arriving: Boundary | None = None
-    """The boundary before the partition; ``None`` for the first."""
-    leaving: Boundary | None = None
-    """The boundary behind the partition; ``None`` for the last."""
-    i: int = 0
-    """The micro-batch that torch's stage computes now."""
-    backwards: int = 0
-    """The number of micro-batches whose backward has begun."""
+    arrived: dict[int, Arrived] = field(default_factory=dict)
+    """The values that came from the partition before, by micro-batch."""
 
-    def forward(self, tensors: Tensors) -> Tensor | Tensors:
-        """Compute ``F`` of the current micro-batch; return the tensors to send, or the loss."""
-        action = Action(FORWARD, self.i, self.place.j)
-        if self.batch.failure is None:
-            try:
+    def compute(self, i: int, call: Callable[..., Any]) -> tuple[Tensors, Tensors, Parcel]:
+        """Compute ``F`` of a micro-batch by ``call(*tensors)``, which calls the module.
+
+        Returns:
+            The tensors that came, those that left, and what is to be sent.
+        """
+        self._i, self._left = i, dict[str, Any]()
+        arrived = self.arrived.get(i)
+        self.batch.is_failed |= self.place.j > 0 and arrived is None
+        xs = () if arrived is None else arrived.leaves()
+        ys, parcel = call(*xs), FAILED
+        ys = ys if isinstance(ys, tuple) else (ys,)
+        if self._left and not self.place.is_last:
+            with self._noting_errors(Action(FORWARD, i, self.place.j)):
+                parcel = pack(self._left["rebuild"](ys), self._left["handed_on"])
+        return xs, ys, parcel
+
+    def forward(self, tensors: Tensors) -> Tensors:
+        """Call the layers with the tensors that came; return those that leave, or the loss.
+
+        After a failure, return a zero.
+        """
+        action = Action(FORWARD, self._i, self.place.j)
+        if not self.batch.is_failed:
+            with self._noting_errors(action, raises=self.batch.is_sharded):
                 return self.batch.context.variables.copy().run(self._forward, action, tensors)
-            except BaseException as error:  # noqa: B036  raised when all ranks have finished
-                self._fail(error, action)
-                if self.batch.is_sharded:
-                    raise
-        return self._zeros(tensors)
+        return (self.zero(tensors),)
 
-    def _forward(self, action: Action, tensors: Tensors) -> Tensor | Tensors:
-        i = action.i
-        shared: Shared = {}
-        if self.arriving is None:
+    def _forward(self, action: Action, tensors: Tensors) -> Tensors:
+        i, arrived = action.i, self.arrived.get(action.i)
+        if arrived is None:
             x = moved(self.inputs[i], self.place.device)
         else:
-            x = entered(self.arriving.unpack(i, tensors))
-            shared = self.arriving.shared(i)
+            x = _entered(arrived.rebuild(tensors))
+        handed_on: Shared = {}
         with self._observed(action) as after_layer:
             with NOTHING if self.stats is None else self.stats.collecting():
-                recomputed = i < self.batch.recomputed
-                compute = partial(self.compute, i, checkpointed=recomputed, after_layer=after_layer)
-                # Which tensors share memory behind it was found when the ranks met this shape.
-                y = compute_watching(shared, lambda _: None, compute, x) if shared else compute(x)
-            if self.leaving is not None:
-                left = self.leaving.pack(i, y)
-            else:
-                left = self._compute_loss(i, y.value if isinstance(y, Carried) else y)
-            if i == 0 and self.batch.gradients is not None:
-                xs = tensors_of(self.inputs[0])[0] if self.arriving is None else tensors
-                self.batch.gradients.put_aside_other_leaves(left, xs)
-            return left if self.leaving is not None else left[0]
+                compute = partial(self._call_layers, i, after_layer)
+                if arrived is not None and arrived.shared:
+                    y = compute_watching(arrived.shared, handed_on.update, compute, x)
+                else:
+                    y = compute(x)
+            if self.place.is_last:
+                return (self._compute_loss(i, y.value if isinstance(y, Carried) else y),)
+            ys, rebuild = tensors_of(y)
+            self._left.update(rebuild=rebuild, handed_on=handed_on)
+            return ys
 
-    def _compute_loss(self, i: int, y: Value) -> Tensors:
-        """Keep the output of the last partition; return its loss, or zero in an evaluation."""
-        batch, device = self.batch, self.place.device
-        result = torch.zeros(1, device=device)
-        if batch.loss is not None:
-            target = moved(batch.loss.targets[i], device)
-            result = batch.loss.compute(i, self.place, batch.seed, y, target).reshape(1)
-            batch.losses[i] = batch.loss.share_of(i, result.detach())
-        if batch.keep_outputs:
-            batch.outputs[i] = detached(y)
-        return (result,)
-
-    def compute(
-        self, i: int, x: Value, checkpointed: bool, after_layer: AfterLayer = None
-    ) -> Value:
-        """Call the layers with ``x``, the input of micro-batch ``i``."""
+    def _call_layers(self, i: int, after_layer: AfterLayer, x: Value) -> Value:
         if isinstance(x, Carried) != bool(self.skips):  # skips begin here, or ended before
             x = Carried(x, ()) if self.skips else x.value
+        checkpointed = i < self.batch.recomputed
         compute: Callable[[Value], Value]
         compute = partial(self.layers.forward, i, checkpointed, after_layer)
         if checkpointed:
@@ -187,41 +179,53 @@ class Running:
             compute = partial(Checkpoint(Recomputation(replay, None)).record, compute)
         return compute(x)
 
-    def backward(self, i: int, go_back: Callable[[], None]) -> bool:
-        """Compute ``B`` of a micro-batch by ``go_back()``; return whether it was computed."""
-        action = Action(BACKWARD, i, self.place.j)
-        if self.batch.failure is not None and not self.batch.is_wrapped:
-            return False
+    def _compute_loss(self, i: int, y: Value) -> Tensor:
+        """Keep the output of the last partition; return its loss, or zero in an evaluation."""
+        batch, device = self.batch, self.place.device
+        result = torch.zeros((), device=device)
+        if batch.loss is not None:
+            target = moved(batch.loss.targets[i], device)
+            result = batch.loss.compute(i, self.place, batch.seed, y, target).reshape(())
+            batch.losses[i] = batch.loss.share_of(i, result.detach())
+        if batch.keep_outputs:
+            batch.outputs[i] = detached(y)
+        return result
+
+    def backward(self, i: int, go_back: Callable[[], Any]) -> None:
+        """Compute ``B`` of a micro-batch by ``go_back()``, unless anything has failed."""
+        action, batch = Action(BACKWARD, i, self.place.j), self.batch
+        if batch.is_wrapped or not batch.is_failed:
+            with self._noting_errors(action, raises=batch.is_wrapped or batch.is_sharded):
+                with self._observed(action):
+                    self.layers.backward(i, go_back)
+
+    def zero(self, tensors: Tensors) -> Tensor:
+        """Return a zero computed from all tensors for which a gradient is expected."""
+        leaves = [t for t in (*tensors, *self.module.parameters()) if t.requires_grad]
+        zero = torch.zeros((), device=self.place.device)
+        return sum((t.reshape(-1)[:1].sum() * 0.0 for t in leaves), zero)
+
+    @contextmanager
+    def _noting_errors(self, action: Action, raises: bool = False) -> Iterator[None]:
+        """Keep an error of the block until all ranks have finished.
+
+        It ``raises`` where replicas would wait for a collective that this rank leaves out.
+        """
         try:
-            with self._observed(action):
-                self.layers.backward(i, go_back)
-            return True
-        except BaseException as error:
+            yield
+        except BaseException as error:  # noqa: B036
             self._fail(error, action)
-            if self.batch.is_wrapped or self.batch.is_sharded:
+            if raises:
                 raise
-            return False
 
     def _fail(self, error: BaseException, action: Action) -> None:
-        cause = error.__cause__
         # The type comes first, since str() of other errors may fail.
-        if type(error) is RuntimeError and cause is not None and _TORCHS_ERROR in str(error):
-            error = cause
+        if type(error) is RuntimeError and error.__cause__ and _TORCHS_ERROR in str(error):
+            error = error.__cause__
         self.place.note(error, action)
         if self.batch.failure is None:
             self.batch.notifier.failed(action, self.place.device, error)
         self.batch.fail(error, action)
-
-    def _zeros(self, tensors: Tensors) -> Tensor | Tensors:
-        """Return zeros as output, computed from all tensors for which a gradient is expected."""
-        device = self.place.device
-        leaves = [t for t in (*tensors, *self.module.parameters()) if t.requires_grad]
-        zero = sum((t.reshape(-1)[:1].sum() * 0.0 for t in leaves), torch.zeros((), device=device))
-        if self.leaving is None:
-            return zero.reshape(1)
-        return tuple([zero.to(t.dtype).expand(t.shape).contiguous() if t.requires_grad
-                      else torch.zeros_like(t, device=device)
-                      for t in self.leaving.metas])  # fmt: skip
 
     @contextmanager
     def _observed(self, action: Action) -> Iterator[AfterLayer]:
@@ -236,13 +240,13 @@ class Running:
 _TORCHS_ERROR = "Failed to run stage backward"
 
 
-def moved(value: Value, device: torch.device, copy: bool = False) -> Value:
-    """Return the value on a device; as a copy, it shares no memory with the original."""
+def moved(value: Value, device: torch.device) -> Value:
+    """Return the value on a device."""
     tensors, rebuild = tensors_of(value)
-    return rebuild(tuple([tensor.to(device, copy=copy) for tensor in tensors]))
+    return rebuild(tuple([tensor.to(device) for tensor in tensors]))
 
 
-def entered(x: Value) -> Value:
+def _entered(x: Value) -> Value:
     """Pass the leaves of ``x`` through an operation, since no layer may change a leaf in place."""
     xs, rebuild = differentiable(x)
     return rebuild(order.join(order.ENTRANCE, *xs)) if xs else x

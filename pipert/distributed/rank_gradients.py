@@ -1,0 +1,147 @@
+"""Accumulates the gradients of one mini-batch, and sums those of parameters that ranks share.
+
+A parameter that partitions on several ranks share has a copy on each of them. The copies start with
+the same values and get the same gradient, the sum over these ranks, so identical optimizers keep
+them identical.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import reduce
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
+
+from pipert.distributed.rank_boundary import transfers
+from pipert.distributed.rank_reports import Site
+
+__all__: list[str] = []
+
+SharedParameters = list[tuple[nn.Parameter, list[int]]]
+"""Each parameter that several ranks have, with these ranks."""
+
+
+class TiedParameter(NamedTuple):
+    """A parameter that this rank shares with others."""
+
+    parameter: nn.Parameter
+    ranks: list[int]
+    """The ranks that have it."""
+    number: int
+    """Its index among all shared parameters, the same on all ranks."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank is the first of those that have it."""
+        return self.ranks[0] == dist.get_rank()
+
+
+def tie(shared: SharedParameters, site: Site) -> list[TiedParameter]:
+    """Return this rank's shared parameters, once all copies have the first rank's values."""
+    numbered = [TiedParameter(*pair, number) for number, pair in enumerate(shared)]
+    tied = [one for one in numbered if dist.get_rank() in one.ranks]
+    with site.agreement.talking():
+        for one in tied:
+            values = one.parameter.detach().contiguous()
+            _send_from_first(values, one.ranks, site.group)
+            one.parameter.detach().copy_(values)
+    return tied
+
+
+def check_tied(tied: Sequence[TiedParameter], module: nn.Module) -> None:
+    """Refuse a wrapper that has replaced a shared parameter, as ``fully_shard`` does."""
+    kept = set(module.parameters())
+    if any(one.parameter not in kept for one in tied):
+        raise ValueError(
+            "wrap has replaced a weight that several ranks share, as fully_shard does, so copies "
+            "would not stay the same; use DistributedDataParallel, or a weight for each rank"
+        )
+
+
+class EarlierGradients:
+    """The gradients from before a mini-batch, put aside while it runs.
+
+    Args:
+        modules: what torch's stages call on this rank.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._before: dict[nn.Parameter, Tensor | None] = {}
+        for module in modules:
+            # DDP's buckets are written to by the mini-batch.
+            are_views = getattr(module, "gradient_as_bucket_view", False)
+            for parameter in module.parameters():
+                dx = parameter.grad
+                if parameter not in self._before:
+                    self._before[parameter] = dx.clone() if are_views and dx is not None else dx
+                    parameter.grad = None
+
+    def restore(self) -> None:
+        """Drop the gradients of the mini-batch, and put the earlier ones back."""
+        for parameter, before in self._before.items():
+            parameter.grad = before
+
+    def add(self) -> None:
+        """Add the gradients of the mini-batch to the earlier ones."""
+        for parameter, before in self._before.items():
+            new = parameter.grad
+            if before is not None:
+                parameter.grad = before if new is None else before.add_(new)
+
+
+def sum_tied(tied: Sequence[TiedParameter], site: Site) -> None:
+    """Give all copies of each shared parameter the sum of their gradients."""
+    for parameter, ranks, _ in tied:
+        if not parameter.requires_grad:
+            continue
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        total = parameter.grad.to_dense().contiguous()  # it may be sparse on some ranks alone
+        if ranks[0] == dist.get_rank():
+            for rank in ranks[1:]:
+                part = torch.empty_like(total)
+                _exchange(dist.irecv, part, rank, site.group)
+                total = total + part
+        else:
+            _exchange(dist.isend, total, ranks[0], site.group)
+        _send_from_first(total, ranks, site.group)
+        parameter.grad = total
+
+
+def _send_from_first(tensor: Tensor, ranks: Sequence[int], group: dist.ProcessGroup) -> None:
+    first, *others = ranks
+    if first != dist.get_rank():
+        _exchange(dist.irecv, tensor, first, group)
+    for rank in others if first == dist.get_rank() else ():
+        _exchange(dist.isend, tensor, rank, group)
+
+
+def _exchange(operation: Any, tensor: Tensor, rank: int, group: dist.ProcessGroup) -> None:
+    for work in dist.batch_isend_irecv(transfers(operation, [tensor], rank, group)):
+        work.wait()
+
+
+def norm_of_all(grads: Sequence[Tensor], norm_type: float, site: Site) -> Tensor:
+    """Return the norm of this rank's gradients together with those of other ranks.
+
+    Each rank gets the norms of all and combines them, since a maximum over gloo may lose a NaN.
+    """
+    with site.agreement.agreeing("grad_norm()") as reports:
+        if not (norm_type := float(norm_type)) > 0:
+            raise ValueError(f"norm_type must be positive, got {norm_type}")
+        norm = get_total_norm(grads, norm_type).to(site.device)
+        reports.append((norm_type, norm.dtype if grads else None))
+    site.agreement.require_same("norm_type", [each for each, _ in reports])
+    dtypes = [dtype for _, dtype in reports if dtype is not None] or [norm.dtype]
+    with site.agreement.talking():
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        norm = norm.double()  # one dtype on all ranks; a half overflows when squared
+        norms = [torch.empty_like(norm) for _ in range(site.group.size())]
+        dist.all_gather(norms, norm, site.group)
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    return total.to(reduce(torch.promote_types, dtypes))

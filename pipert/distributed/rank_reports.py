@@ -1,0 +1,156 @@
+"""Checks on all ranks that what they bring to a mini-batch fits together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pipert._typing import Value
+from pipert.batch.microbatch import scatter_with_sizes
+from pipert.batch.tensors import tensors_of
+from pipert.distributed.rank_agreement import Agreement
+from pipert.layers.compiling import refuse_compilation
+from pipert.layers.parametrized import compute_cached
+from pipert.layers.random_numbers import next_seed
+from pipert.stage.loss import (
+    Loss,
+    LossFunction,
+    check_step,
+    denominator_of,
+    loss_of,
+    scale_of,
+)
+from pipert.workers.context import refuse_transforms
+
+__all__: list[str] = []
+
+
+class Site(NamedTuple):
+    """The place of this rank among those that train the model, and the place of each partition."""
+
+    agreement: Agreement
+    group: dist.ProcessGroup
+    """The ranks of this pipeline."""
+    homes: Sequence[int]
+    """The rank of each partition."""
+    ends: Sequence[tuple[int, int]]
+    """For each data-parallel replica, the indexes within ``agreement`` of the ranks that have its
+    first and its last partition."""
+    device: torch.device
+    """This rank's device."""
+
+
+class RankSettings(NamedTuple):
+    """The settings of a pipe for one mini-batch; the same on all ranks."""
+
+    chunks: int
+    checkpoint: str
+    schedule: str
+    deferred: bool
+
+
+class StepArguments(NamedTuple):
+    """The arguments of one call of ``forward_backward``."""
+
+    loss_fn: LossFunction | None
+    target: Value
+    reduction: str
+    denominator: float | Tensor | None
+    scale: float | Tensor | torch.amp.GradScaler | None
+    keep_outputs: bool
+
+
+class RankReport(NamedTuple):
+    """What a rank tells the others before a mini-batch."""
+
+    in_common: tuple[Any, ...]
+    """The call and the settings, which all ranks must have in common."""
+    tied: dict[int, bool]
+    """Whether each weight that this rank shares with others requires grad, by its number."""
+    seed: int
+    """The seed of the random numbers; the first rank's is used."""
+    sizes: Sequence[int] = ()
+    """The number of rows in each micro-batch, from the first rank."""
+    target_sizes: Sequence[int] = ()
+    """Likewise of the target, if it has rows, from the last rank."""
+
+
+class RankWork(NamedTuple):
+    """What a rank has for a mini-batch, checked as far as it can be alone."""
+
+    report: RankReport
+    inputs: list[Value]
+    """The input of each micro-batch; only on the first rank."""
+    make_loss: Callable[[Sequence[int]], Loss] | None
+    """Makes the loss, from the number of rows in each micro-batch; only on a step's last rank."""
+
+
+def prepare(
+    site: Site,
+    modules: Mapping[int, nn.Module],
+    args: Any,
+    kwargs: Any,
+    settings: RankSettings,
+    step: StepArguments | None,
+    tied: dict[int, bool],
+) -> RankWork:
+    """Check what this rank has for a mini-batch, and split it into micro-batches."""
+    refuse_compilation()
+    refuse_transforms()
+    compute_cached(modules.values())
+    device, chunks = site.device, settings.chunks
+    inputs, sizes, target_sizes = list[Value](), list[int](), list[int]()
+    if 0 in modules:
+        inputs, sizes = scatter_with_sizes(args, kwargs, chunks)
+    kind, loss_of_sizes = "forward", None
+    if step is not None:
+        function, scale = check_step(step.loss_fn, step.reduction), scale_of(step.scale, [device])
+        # Reading a scale on a GPU would wait for the GPU.
+        value = "on a GPU" if isinstance(scale, Tensor) and scale.is_cuda else float(scale)
+        shown = None if step.scale is None else value
+        kind = f"forward_backward with reduction={step.reduction!r} and loss_scale={shown}"
+    if step is not None and len(site.homes) - 1 in modules:
+        denominator, reduction = denominator_of(step.denominator, [device]), step.reduction
+        targets, target_sizes = scatter_with_sizes((step.target,), {}, chunks)
+        has_rows = any(tensor.dim() for tensor in tensors_of(step.target)[0])
+        target_sizes = target_sizes if has_rows else []
+
+        def make_loss(sizes: Sequence[int]) -> Loss:
+            each = targets if has_rows else targets * len(sizes)
+            return loss_of(function, each, sizes, reduction, denominator, scale)
+
+        loss_of_sizes = make_loss
+    mode = "training" if any(m.training for m in modules.values()) else "evaluation"
+    autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
+    in_common = kind, mode, f"autocast={autocast}", *settings
+    report = RankReport(in_common, tied, next_seed(), sizes, target_sizes)
+    return RankWork(report, inputs, loss_of_sizes)
+
+
+def check(site: Site, reports: Sequence[RankReport]) -> None:
+    """Raise on all ranks if their reports do not fit together."""
+    site.agreement.require_same("call and settings", [one.in_common for one in reports])
+    tied: dict[int, bool] = {}
+    if any(tied.setdefault(*pair) != pair[1] for one in reports for pair in one.tied.items()):
+        raise ValueError(
+            "a weight that several ranks share must require grad on all of them or on none; "
+            "call requires_grad_() of it on each"
+        )
+    counts = [len(reports[first].sizes) for first, _ in site.ends]
+    if len(set(counts)) > 1:
+        raise ValueError(
+            "replicas must have as many micro-batches, but have "
+            f"{' and '.join(map(str, counts))}; give each as many rows as the pipe has chunks, "
+            "or leave the last batch out"
+        )
+    for first, last in site.ends:
+        sizes, rows = reports[first].sizes, reports[last].target_sizes
+        if rows and rows != sizes:
+            raise ValueError(
+                "arguments and target must have the same number of rows, but the arguments on "
+                f"the first rank have {sum(sizes)} and the target on the last has {sum(rows)}"
+            )

@@ -1,0 +1,227 @@
+"""Runs one mini-batch over several ranks.
+
+1. All ranks report what they were called with, such as the rows of the inputs on the first and of
+   the target on the last. If the reports do not fit together, all raise before anything is sent.
+2. torch's schedule runs. It is kept for further mini-batches of as many micro-batches.
+3. All ranks report whether they succeeded. Only then are gradients accumulated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from pipert._typing import Value
+from pipert.batch.joining import gather
+from pipert.batch.tensors import differentiable
+from pipert.distributed.rank_agreement import RankError
+from pipert.distributed.rank_gradients import EarlierGradients, TiedParameter, sum_tied
+from pipert.distributed.rank_partition import RankBatch, RankPartition
+from pipert.distributed.rank_parts import RankParts
+from pipert.distributed.rank_reports import (
+    RankReport,
+    RankSettings,
+    Site,
+    StepArguments,
+    check,
+    prepare,
+)
+from pipert.distributed.rank_stage import RankStage
+from pipert.distributed.torch_schedules import make_schedule
+from pipert.layers.batchnorm import DeferredStats
+from pipert.layers.call import Layers, RandomLayers
+from pipert.layers.drawing import draws
+from pipert.layers.place import Place
+from pipert.layers.random_numbers import RunSeed
+from pipert.observe.counters import Counters
+from pipert.schedules.plan import plan, plan_call, recomputed
+from pipert.skip import store
+from pipert.stage.step import without_grad
+from pipert.stage.step_boundary import leaf_inputs
+from pipert.workers.context import CallerContext
+
+__all__: list[str] = []
+
+
+@dataclass(eq=False)
+class RankRuntime:
+    """Runs mini-batches on this rank's partitions. All ranks call its methods together."""
+
+    site: Site
+    parts: RankParts
+    wrapped: dict[int, nn.Module]
+    """The modules that torch's stages call in place of this rank's partitions."""
+    tied: Sequence[TiedParameter]
+    """The parameters that this rank shares with others."""
+
+    def __post_init__(self) -> None:
+        self.counters = Counters()
+        layers = [layer for part in self.parts.modules.values() for layer in part.modules()]
+        self._sharded = [layer for layer in layers if isinstance(layer, FSDPModule)]
+        self._schedules: dict[tuple[str, int, bool], tuple[Any, list[RankStage]]] = {}
+
+    def run(
+        self, args: Any, kwargs: Any, settings: RankSettings, step: StepArguments | None
+    ) -> tuple[Tensor | None, Value]:
+        """Run a mini-batch: forward, and backward if it is a step.
+
+        Returns:
+            The loss of a step, and the outputs if they are wanted and this is the last rank.
+        """
+        agreement, modules = self.site.agreement, self.parts.modules
+        with agreement.agreeing("a mini-batch") as reports:
+            tied = {one.number: one.parameter.requires_grad for one in self.tied}
+            work = prepare(self.site, modules, args, kwargs, settings, step, tied)
+            reports.append(work.report)
+        check(self.site, reports)
+        first: RankReport = agreement.of(self.site.homes[0], reports)
+        m, n = len(first.sizes), len(self.site.homes)
+        planned = plan_call(m, n, range(n)) if step is None else plan("gpipe", m, n)
+        with self.counters.open(planned) as notifier:
+            try:
+                stats = DeferredStats([*modules.values()]) if settings.deferred else None
+                leaves = work.inputs if step is None else [leaf_inputs(x) for x in work.inputs]
+                batch = RankBatch(
+                    first.sizes,
+                    0 if step is None else recomputed(settings.checkpoint, m),
+                    RunSeed(first.seed),
+                    notifier,
+                    self._context(),
+                    None if work.make_loss is None else work.make_loss(first.sizes),
+                    keep_outputs=step is None or step.keep_outputs,
+                    is_wrapped=any(self.wrapped[j] is not part for j, part in modules.items()),
+                    is_sharded=bool(self._sharded),
+                )
+                partitions = self._partitions(batch, leaves, stats)
+                loss, outputs = self._go(settings.schedule, partitions, batch, step is not None)
+                notifier.outcome = "succeeded"
+            except Exception:  # an interrupt leaves it cancelled
+                notifier.outcome = "failed"
+                raise
+        if stats is not None:
+            stats.commit()
+        if step is not None:
+            _deliver(work.inputs, leaves)
+        return loss, outputs
+
+    def _context(self) -> CallerContext:
+        device = self.site.device
+        context = CallerContext([device] if device.type == "cuda" else [])
+        context.set_variable(store.of_task, store.NEW)
+        return context
+
+    def _partitions(
+        self, batch: RankBatch, inputs: Sequence[Value], stats: DeferredStats | None
+    ) -> dict[int, RankPartition]:
+        """Make the objects that compute this rank's partitions in this mini-batch."""
+        partitions, m, n = {}, len(batch.sizes), len(self.site.homes)
+        for k, (j, module) in enumerate(self.parts.modules.items()):
+            skips = self.parts.skips[j]
+            place = Place(j, n, m, self.site.device, self.parts.before[j])
+            about = module, place, batch.context, skips, batch.notifier
+            draws_loss = place.is_last and batch.loss is not None and batch.loss.draws
+            layers = Layers(*about)
+            if draws_loss or draws(module):
+                layers = RandomLayers(batch.seed, *about)
+            own_stats = None if stats is None else stats.partitions[k]
+            partitions[j] = RankPartition(module, place, layers, batch, skips, inputs, own_stats)
+        return partitions
+
+    def _go(
+        self, name: str, partitions: dict[int, RankPartition], batch: RankBatch, is_step: bool
+    ) -> tuple[Tensor | None, Value]:
+        """Run torch's schedule, and accumulate gradients if all ranks succeeded.
+
+        Returns:
+            The loss of a step, and the outputs.
+        """
+        agreement, home_of_loss = self.site.agreement, self.site.homes[-1]
+        # Also in a forward: a new stage of torch drops the gradients of sharded parameters.
+        earlier = EarlierGradients(self.wrapped.values())
+        try:
+            with agreement.agreeing():
+                schedule, stages = self._schedule(name, len(batch.sizes), is_step)
+            self._run_schedule(schedule, stages, partitions, batch)
+            loss, outputs = self._result(batch)
+            own = batch.seed.used, loss.dtype
+            ended = agreement.agree(own, *batch.take_failure())
+            if any(used for used, _ in ended):
+                batch.seed.use()
+            batch.seed.settle()
+            if not is_step:
+                for part in self._sharded:  # only what is sharded again has its gradients
+                    part.reshard()
+                earlier.restore()
+                return None, outputs
+            with agreement.talking():
+                loss = loss.to(agreement.of(home_of_loss, ended)[1])
+                dist.broadcast(loss, home_of_loss, group=self.site.group)
+                sum_tied(self.tied, self.site)
+            earlier.add()
+            return loss, outputs
+        except BaseException:
+            earlier.restore()
+            raise
+
+    def _schedule(self, name: str, m: int, is_step: bool) -> tuple[Any, list[RankStage]]:
+        """Return torch's schedule and stages for ``m`` micro-batches, made if they are new."""
+        key = name, m, is_step
+        if key not in self._schedules:
+            stages = [RankStage(module, j, self.site) for j, module in self.wrapped.items()]
+            # The last partition computes the loss itself.
+            loss_fn = (lambda loss, _: loss) if is_step else None
+            self._schedules[key] = make_schedule(name, stages, m, loss_fn), stages
+        return self._schedules[key]
+
+    def _run_schedule(
+        self,
+        schedule: Any,
+        stages: list[RankStage],
+        partitions: dict[int, RankPartition],
+        batch: RankBatch,
+    ) -> None:
+        numbers = {} if batch.loss is None else {"target": torch.arange(len(batch.sizes))}
+        for stage in stages:
+            stage.begin(partitions[stage.stage_index])
+        try:
+            with self.site.agreement.talking(batch.at):
+                schedule.step(**numbers, return_outputs=False)
+                for work in batch.sent:
+                    work.wait()
+        except RankError:
+            if batch.failure is None:
+                raise
+            raise batch.take_failure()[0] from None  # type: ignore[misc]
+        finally:
+            for stage in stages:
+                stage.end()
+
+    def _result(self, batch: RankBatch) -> tuple[Tensor, Value]:
+        """Return the loss and the outputs; on all ranks but the last, placeholders."""
+        loss, outputs = torch.ones((), device=self.site.device), None
+        m = range(len(batch.sizes))
+        try:
+            if batch.loss is not None and not batch.is_failed:
+                if not batch.loss.is_differentiable:
+                    raise without_grad()
+                loss = batch.loss.of_mini_batch(torch.stack([batch.losses[i] for i in m]))
+            if len(batch.outputs) == len(m):
+                outputs = gather([batch.outputs[i] for i in m], batch.sizes)
+        except Exception as error:
+            batch.fail(error, None)
+        return loss, outputs
+
+
+def _deliver(inputs: Sequence[Value], leaves: Sequence[Value]) -> None:
+    """Pass the gradients of the inputs on to the caller's graph."""
+    tensors = [x for value in inputs for x in differentiable(value)[0]]
+    grads = [leaf.grad for value in leaves for leaf in differentiable(value)[0]]
+    arrived = [(x, dx) for x, dx in zip(tensors, grads, strict=True) if dx is not None]
+    if arrived:
+        torch.autograd.backward([x for x, _ in arrived], [dx for _, dx in arrived])

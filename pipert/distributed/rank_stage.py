@@ -1,0 +1,176 @@
+"""Adapts torch's stage, which torch's schedules call, to a partition of a pipe.
+
+torch's stage exchanges tensors of one shape, which it finds out beforehand. This one sends shapes
+along (``rank_boundary``) and keeps no buffers. Of torch's it uses how wrappers such as DDP are
+called, and how a backward is split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+
+from pipert._typing import Tensors
+from pipert.distributed.rank_boundary import FAILED, Arrived, Parcel, transfers
+from pipert.distributed.rank_partition import RankPartition
+from pipert.distributed.rank_reports import Site
+from pipert.distributed.split_backward import behind_one_node, can_be_split
+
+__all__: list[str] = []
+
+
+@dataclass(slots=True, eq=False)
+class RankMicroBatch:
+    """What a stage keeps of one micro-batch from its forward to its backward."""
+
+    xs: Tensors
+    """The leaves that came in."""
+    ys: Tensors
+    """The tensors that left, or the loss."""
+    parcel: Parcel
+    dys: Sequence[Tensor] = ()
+    """The gradients of those ``ys`` that require grad."""
+    dxs: Sequence[Tensor] = ()
+    """The gradients to send back."""
+    second_half: dict[str, Any] = field(default_factory=dict)
+    """What the second half of a split backward takes."""
+
+
+class RankStage(PipelineStage):
+    """Partition ``j`` as torch's schedules see it: ``module`` is its module, maybe wrapped."""
+
+    def __init__(self, module: nn.Module, j: int, site: Site) -> None:
+        # Without shapes torch would run the module to find them. Nobody uses these.
+        shape = torch.empty(1, device="meta")
+        xs = () if j == 0 else shape
+        super().__init__(module, j, len(site.homes), site.device, xs, shape, group=site.group)
+        self._agreement, self._group = site.agreement, site.group
+        self._before, _, self._after, *_ = (-1, *site.homes, -1)[j:]  # the neighbours' ranks
+
+    def begin(self, partition: RankPartition) -> None:
+        """Begin a mini-batch; :meth:`end` must follow."""
+        self._partition = partition
+        self._kept: dict[int, RankMicroBatch] = {}
+        self._backwards = 0
+        partition.module.forward_micro_batch = partition.forward
+
+    def end(self) -> None:
+        """Drop all that is kept of the mini-batch."""
+        self._partition.module.forward_micro_batch = None
+        del self._partition, self._kept
+
+    def get_fwd_recv_ops(self, i: int) -> list[dist.P2POp]:
+        if self.is_first:
+            return []
+        header = self._agreement.receive(self._before, self._tag(i, self.stage_index))
+        self.set_local_fwd_input(Parcel(header, ()), i)
+        arrived = self._partition.arrived.get(i)
+        tensors = () if arrived is None else arrived.tensors
+        return transfers(dist.irecv, tensors, self._before, self._group)
+
+    def set_local_fwd_input(self, parcel: Parcel, i: int) -> None:
+        if parcel.header != FAILED.header:
+            self._partition.arrived[i] = Arrived(parcel.header, self.device, parcel.tensors)
+
+    def forward_one_chunk(self, i: int, *_: Any, **__: Any) -> Any:  # type: ignore[override]
+        kept = RankMicroBatch(*self._partition.compute(i, self.forward_maybe_with_nosync))
+        self._kept[i] = kept
+        if self.is_last:
+            return kept.ys[0]
+        if self._after != dist.get_rank():
+            tag = self._tag(i, self.stage_index + 1)
+            sent = self._agreement.send(kept.parcel.header, self._after, tag)
+            self._partition.batch.sent += sent
+        return kept.parcel
+
+    def get_fwd_send_ops(self, i: int) -> list[dist.P2POp]:
+        return transfers(dist.isend, self._kept[i].parcel.tensors, self._after, self._group)
+
+    def get_bwd_recv_ops(self, i: int) -> list[dist.P2POp]:
+        kept = self._kept[i]
+        if kept.parcel is not FAILED and self.has_backward:
+            kept.dys = [torch.empty_like(y.detach()) for y in kept.ys if y.requires_grad]
+        return transfers(dist.irecv, kept.dys, self._after, self._group)
+
+    def set_local_bwd_input(self, dys: Any, i: int) -> None:
+        self._kept[i].dys = dys
+
+    def backward_one_chunk(
+        self, i: int, loss: Tensor | None = None, full_backward: bool = True,
+        last_backward: bool = False,
+    ) -> None:  # fmt: skip
+        if not self.has_backward:
+            return
+        self._backwards += 1
+        partition, kept = self._partition, self._kept[i]
+        dxs: list[Tensor | None] = [None] * len(kept.xs)
+
+        def go_back() -> None:
+            ends, dys = self._ends(i, kept, loss)
+            is_full = full_backward
+            if not is_full and not self.is_first:
+                behind = ends if self.is_last else behind_one_node(ends)
+                is_full = not self._can_be_split(behind, kept.xs)
+                ends = ends if is_full else behind
+            # torch also counts second halves, which may have nothing left to do: then replicas
+            # would never reduce their gradients.
+            is_last = last_backward or is_full and self._backwards == len(partition.batch.sizes)
+            given: dict[str, Any] = {
+                "stage_output": ends, "output_grads": dys, "input_values": kept.xs,
+            }  # fmt: skip
+            if is_full:
+                dxs[:], _ = self.backward_maybe_with_nosync("full", given, is_last)
+                return
+            kept.second_half = given
+            if not self.is_first:  # of the first, the second half does all
+                dxs[:], groups = self.backward_maybe_with_nosync("input", given, is_last)
+                given["param_groups"] = groups
+
+        partition.backward(i, go_back)
+        kept.ys = kept.xs = ()
+        if (arrived := partition.arrived.pop(i, None)) is not None:
+            kept.dxs = arrived.gradients(dxs)
+
+    def _ends(
+        self, i: int, kept: RankMicroBatch, loss: Tensor | None
+    ) -> tuple[Tensors, Sequence[Tensor | None]]:
+        """Return the tensors to go backward from, and their gradients; ``None`` for a one."""
+        of_batch = self._partition.batch.loss
+        if loss is not None and of_batch is not None:
+            return (loss * of_batch.gradient_of(i, loss.detach()),), (None,)
+        if kept.parcel is FAILED:
+            return (self._partition.zero(kept.ys),), (None,)
+        left = iter(kept.dys)
+        return kept.ys, [next(left) if y.requires_grad else None for y in kept.ys]
+
+    def _can_be_split(self, ends: Tensors, xs: Tensors) -> bool:
+        batch = self._partition.batch
+        if batch.is_wrapped or batch.is_sharded:  # a wrapper would not see the second half
+            return False
+        roots = [y for y in ends if y.requires_grad]
+        return not roots or can_be_split(roots[0], xs, self.submod.parameters())
+
+    def backward_weight_one_chunk(self, i: int, last_backward: bool = False) -> None:
+        kept = self._kept[i]
+        given, kept.second_half = kept.second_half, {}
+        if given:  # else the first half failed, or did both
+            kind = "full" if self.is_first else "weight"
+            self._partition.backward(i, lambda: self.backward_maybe_with_nosync(kind, given))
+
+    def get_bwd_send_ops(self, i: int) -> list[dist.P2POp]:
+        return transfers(dist.isend, self.get_local_bwd_output(i), self._before, self._group)
+
+    def get_local_bwd_output(self, i: int) -> Sequence[Tensor]:
+        kept = self._kept[i]
+        dxs, kept.dxs = kept.dxs, ()
+        return dxs
+
+    def _tag(self, i: int, j: int) -> int:
+        """Return the number of the header of micro-batch ``i`` that partition ``j`` receives."""
+        return 1 + i * self.num_stages + j
