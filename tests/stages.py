@@ -18,14 +18,12 @@ from pipert.autograd.streams import CopyStreams
 from pipert.observe.counters import Counters
 from pipert.observe.recorder import Recording
 from pipert.schedules.action import Action
-from pipert.schedules.plan import plan, plan_call
+from pipert.schedules.plan import plan_call
 from pipert.skip.routes import routes
 from pipert.stage.assembly import Layered as Model
 from pipert.stage.assembly import assemble
 from pipert.stage.run import Run
 from pipert.stage.stage import Task
-from pipert.stage.step import Step
-from pipert.stage.step_boundary import leaf_inputs
 from pipert.workers.context import CallerContext
 from pipert.workers.worker import NOT_RUN
 
@@ -50,7 +48,6 @@ class Driven:
         recomputed: the number of micro-batches, from the first, that are recomputed.
         streams: the copy streams.
         recording: the recording of the run, if any.
-        step: the step, if the run goes backward as well.
     """
 
     def __init__(
@@ -61,13 +58,9 @@ class Driven:
         recomputed: int = 0,
         streams: FakeStreams | None = None,
         recording: Recording | None = None,
-        step: Step | None = None,
     ) -> None:
         n, m = len(partitions), len(inputs)
         self.plan = plan_call(m, n, range(n), recomputed)
-        if step is not None:
-            self.plan = plan("1f1b", m, n, None, recomputed)
-            inputs = [leaf_inputs(x) for x in inputs]
         counters = Counters()
         if recording is not None:
             counters.start_recording(recording)
@@ -76,7 +69,7 @@ class Driven:
         self.run = Run(self.plan, devices or n * [CPU], CallerContext(), copy_streams, notifier)
         self.outcome = self.run.outcome
         layers = tuple([nn.Sequential(*partition) for partition in partitions])
-        self.stages = assemble(self.run, Model(layers, routes(layers)), inputs, step, None)
+        self.stages = assemble(self.run, Model(layers, routes(layers)), inputs, None, None)
 
     def task(self, action: Action | str) -> Task:
         action = Action.parse(action) if isinstance(action, str) else action
@@ -95,16 +88,6 @@ class Driven:
         if error is not None:
             raise error
         return self.run.outputs
-
-    def fail(self, action: str, error: BaseException) -> None:
-        """Makes an action that was not carried out fail."""
-        self.outcome.fail(self.plan.positions[Action.parse(action)], error)
-
-    def between(self, j: int) -> Any:
-        """Returns the value that stage ``j`` has sent and the next stage has not yet received."""
-        value = self.stages[j].links.y.receive(0)
-        self.stages[j].links.y.send(0, value)
-        return value
 
 
 class FakeStream:

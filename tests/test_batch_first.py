@@ -49,20 +49,9 @@ def test_a_layer_that_takes_time_first_is_named_with_a_remedy(kind: str) -> None
     assert [warning.filename for warning in caught] == [__file__]
 
 
-@each_layer
-def test_a_layer_that_takes_rows_first_is_none_of_them(kind: str) -> None:
-    make(LAYERS[kind](batch_first=True))
-
-
 def test_the_place_in_a_layer_of_the_users_is_named() -> None:
     with pytest.warns(NotBatchFirstWarning, match=r"'0' \(Block, its inner\)"):
         make(Block(nn.LSTM(4, 4)))
-
-
-def test_many_layers_make_one_warning_that_names_some() -> None:
-    with pytest.warns(NotBatchFirstWarning, match=r"'2' \(GRU\) and 2 more\.") as caught:
-        make(*[nn.GRU(4, 4) for _ in range(5)])
-    assert len(caught) == 1
 
 
 def test_the_warning_has_its_own_category_to_ignore() -> None:

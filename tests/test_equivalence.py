@@ -78,22 +78,6 @@ def step(module: nn.Module, x: Tensor) -> Outcome:
 
 
 @pytest.mark.parametrize("checkpoint", MODES)
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["first first", "last first"])
-def test_two_forwards_may_be_open_before_their_backwards(
-    checkpoint: str, order: tuple[int, int]
-) -> None:
-    module = seven_layers()
-    plain = copy.deepcopy(module)
-    xs = [batch(5), batch(6)]
-    with Pipe(module, [3, 4], devices=["cpu"] * 2, chunks=3, checkpoint=checkpoint) as pipe:
-        losses = [pipe(x).square().sum() for x in xs]
-        for k in order:
-            losses[k].backward()
-            plain(xs[k]).square().sum().backward()
-    same(grads_of(pipe), grads_of(plain))
-
-
-@pytest.mark.parametrize("checkpoint", MODES)
 def test_loss_over_two_calls_is_differentiated_once(checkpoint: str) -> None:
     module = seven_layers()
     plain = copy.deepcopy(module)
@@ -119,25 +103,6 @@ def test_double_backward_is_the_plain_modules(checkpoint: str, chunks: int) -> N
         same(penalty(pipe, x), expected)
 
 
-@pytest.mark.parametrize("checkpoint", MODES)
-@pytest.mark.parametrize("j", [0, 1, 2])
-def test_autograd_grad_of_one_partition_is_the_plain_modules(checkpoint: str, j: int) -> None:
-    module, x = seven_layers(), batch(7, requires_grad=False)
-    with Pipe(module, [2, 1, 4], chunks=3, checkpoint=checkpoint, devices=["cpu"] * 3) as pipe:
-        wanted = list(pipe.partitions[j].parameters())
-        piped = torch.autograd.grad(pipe(x).square().sum(), wanted)
-    same(piped, torch.autograd.grad(module(x).square().sum(), wanted))
-
-
-@pytest.mark.parametrize("checkpoint", MODES)
-def test_gradient_of_some_rows_is_the_plain_modules(checkpoint: str) -> None:
-    module, x = seven_layers(), batch(7)
-    (expected,) = torch.autograd.grad(module(x)[2:4].sum(), x)
-    with Pipe(module, [3, 4], devices=["cpu"] * 2, chunks=7, checkpoint=checkpoint) as pipe:
-        (grad,) = torch.autograd.grad(pipe(x)[2:4].sum(), x)
-    same(grad, expected)
-
-
 # Row 4.
 
 
@@ -150,14 +115,6 @@ def wrapped(module: nn.Sequential, checkpoint: str) -> Pipe:
     return Pipe(
         module, [1, 2], devices=where, chunks=3, checkpoint=checkpoint, deferred_batch_norm=False
     )
-
-
-@pytest.mark.parametrize("checkpoint", MODES)
-def test_batchnorm_normalises_each_micro_batch(checkpoint: str) -> None:
-    module, x = normalised(), batch(8)
-    plain = copy.deepcopy(module)
-    with wrapped(module, checkpoint) as pipe:
-        same(pipe(x), torch.cat([plain(part) for part in x.tensor_split(3)]))
 
 
 @pytest.mark.parametrize("checkpoint", MODES)
@@ -203,14 +160,6 @@ def test_recomputation_updates_no_statistics_of_instances(kind: type[nn.Instance
 
 
 @pytest.mark.parametrize("balance", BALANCES, ids=str)
-def test_pitfall_22_state_dict_has_the_plain_modules_keys(balance: list[int]) -> None:
-    module = seven_layers()
-    keys = list(module.state_dict())
-    with Pipe(module, balance, devices=["cpu"] * len(balance)) as pipe:
-        assert list(pipe.state_dict()) == keys
-
-
-@pytest.mark.parametrize("balance", BALANCES, ids=str)
 def test_pitfall_22_parameters_keep_name_and_identity(balance: list[int]) -> None:
     module = seven_layers()
     named = [(name, id(parameter)) for name, parameter in module.named_parameters()]
@@ -233,13 +182,6 @@ def test_pitfall_22_checkpoint_of_one_balance_loads_under_another(balance: list[
     with Pipe(seven_layers(), balance, devices=["cpu"] * len(balance)) as pipe:
         pipe.load_state_dict(state)
         same(pipe(x), saved(x))
-
-
-def test_pitfall_22_checkpoint_loads_into_the_plain_module() -> None:
-    module, plain, x = seven_layers(), seven_layers(), batch(5)
-    with Pipe(module, [3, 4], devices=["cpu"] * 2) as pipe:
-        plain.load_state_dict(pipe.state_dict())
-    same(plain(x), module(x))
 
 
 # Row 6.
@@ -290,13 +232,6 @@ def test_any_call_may_have_another_mode(checkpoint: str) -> None:
                 same(pipe(x), module(x))
 
 
-@pytest.mark.parametrize("context", CONTEXTS)
-def test_output_requires_grad_under_the_callers_mode_only(context: str) -> None:
-    with Pipe(seven_layers(), [3, 4], devices=["cpu"] * 2, chunks=2) as pipe:
-        with CONTEXTS[context]():
-            assert pipe(batch(4)).requires_grad == (context == "grad")
-
-
 class EnablesGrad(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         with torch.enable_grad():
@@ -315,13 +250,6 @@ def test_output_requires_grad_where_the_last_layer_enables_it(chunks: int, check
             y.square().sum().backward()
     assert module[0].weight.grad is plain[0].weight.grad is None
     same(module[1].weight.grad, plain[1].weight.grad)
-
-
-@pytest.mark.parametrize("chunks", [1, 3])
-def test_output_of_inference_mode_is_an_inference_tensor(chunks: int) -> None:
-    with Pipe(seven_layers(), [3, 4], devices=["cpu"] * 2, chunks=chunks) as pipe:
-        with torch.inference_mode():
-            assert pipe(batch(5)).is_inference()
 
 
 # Pitfall 19: a second backward, and layers that work in place.

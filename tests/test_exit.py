@@ -62,30 +62,6 @@ def test_pitfall_10_it_exits_with_an_unclosed_pipe(fresh: bool) -> None:
     assert ends("pipe = two(); pipe(ROWS)", fresh=fresh) == (0, "")
 
 
-def test_a_program_exits_with_an_unclosed_pipe_that_has_not_run() -> None:
-    assert ends("pipe = two()") == (0, "")
-
-
-def test_a_program_exits_with_a_pipe_in_a_cycle() -> None:
-    assert ends("pipe = two(); pipe.itself = [pipe]; pipe(ROWS)") == (0, "")
-
-
-def test_a_program_exits_with_a_graph_that_was_never_run_backward() -> None:
-    script = """
-pipe = two(first=nn.Linear(1, 1), checkpoint="always")
-out = pipe(ROWS)
-"""
-    assert ends(script) == (0, "")
-
-
-def test_a_program_exits_after_training() -> None:
-    script = """
-pipe = two(first=nn.Linear(1, 1), checkpoint="always")
-pipe(ROWS).sum().backward()
-"""
-    assert ends(script) == (0, "")
-
-
 def test_a_program_exits_after_a_caught_error_of_a_layer() -> None:
     script = """
 pipe = two(second=Double(lambda x: fail(ValueError("from a layer"))))
@@ -95,19 +71,6 @@ except ValueError as error:
     caught = error
 """
     assert ends(script) == (0, "")
-
-
-def test_a_program_exits_after_an_uncaught_error_of_a_layer() -> None:
-    script = """
-pipe = two(second=Double(lambda x: fail(ValueError("from a layer"))))
-pipe(ROWS)
-"""
-    code, stderr = ends(script)
-    assert (code, "ValueError: from a layer" in stderr) == (1, True)
-
-
-def test_a_program_exits_with_the_code_of_sys_exit() -> None:
-    assert ends("pipe = two(); pipe(ROWS); sys.exit(3)") == (3, "")
 
 
 def test_pitfall_9_SystemExit_in_a_layer_ends_the_program() -> None:
@@ -160,34 +123,6 @@ pipert.workers.pool._AT_EXIT = 0.1
 running = threading.Event()
 pipe = two(first=Double(lambda x: (running.set(), threading.Event().wait())))
 threading.Thread(target=lambda: pipe(ROWS), daemon=True).start()
-running.wait()
-"""
-    assert ends(script) == (0, "")
-
-
-def test_a_program_exits_with_several_pipes_in_use() -> None:
-    script = """
-running = threading.Barrier(4)
-
-class Once(Double):
-    def forward(self, x):
-        if not self.before:
-            return x
-        self.before = None
-        running.wait()
-        time.sleep(0.05)
-        return x
-
-def serve():
-    pipe = two(first=Once(), chunks=16)
-    try:
-        while True:
-            pipe(ROWS)
-    except PipeClosedError:
-        threading.Event().wait()  # drops no tensor
-
-for _ in range(3):
-    threading.Thread(target=serve, daemon=True).start()
 running.wait()
 """
     assert ends(script) == (0, "")
@@ -297,10 +232,6 @@ print(sorted(executed[count:]) == sorted(int(x) for x in other))
     )  # fmt: skip
 
 
-def test_a_program_exits_after_ctrl_c() -> None:
-    assert ends(INTERRUPTED) == (0, "")
-
-
 def test_an_uncaught_ctrl_c_ends_the_program() -> None:
     script = """
 sent = []
@@ -317,33 +248,6 @@ print("still here")
 """
     result = run(script)
     assert (result.returncode, result.stdout) == (-2, "")  # died of the signal, as Python does
-
-
-def test_many_interrupted_calls_leave_no_rows_behind() -> None:
-    """Interrupted at any moment of a call; what is returned belongs to the call that returns it."""
-    script = """
-import random
-random.seed(0)
-sys.setswitchinterval(1e-5)
-pipe = two(chunks=8)
-pipe(ROWS)
-wrong = interrupted = 0
-signal.signal(signal.SIGALRM, signal.default_int_handler)
-for k in range(300):
-    rows = ROWS + 100 * k
-    try:
-        signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-5, 2e-3))
-        result = pipe(rows)
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        wrong += not torch.equal(result, rows * 4)
-    except KeyboardInterrupt:
-        interrupted += 1
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-print(wrong, interrupted > 20)
-"""
-    result = run(script)
-    assert (result.returncode, result.stdout, result.stderr) == (0, "0 True\n", "")
 
 
 # Ctrl-C at every place of what the caller is in.

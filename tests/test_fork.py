@@ -20,7 +20,6 @@ from torch.overrides import TorchFunctionMode
 
 from pipert import Pipe, PipeClosedError
 from pipert.workers import pool as pool_module
-from pipert.workers import thread_state
 from pipert.workers.worker import WorkerThread
 
 pytestmark = [
@@ -86,10 +85,6 @@ def test_pitfall_10_a_child_can_run_its_parents_pipe(pipe: Pipe) -> None:
     assert child(lambda: right(pipe)) == RIGHT
 
 
-def test_a_child_can_run_its_parents_pipe_again(pipe: Pipe) -> None:
-    assert child(lambda: right(pipe) and right(pipe)) == RIGHT
-
-
 def test_a_child_runs_the_pipe_on_threads_of_its_own() -> None:
     threads: list[threading.Thread] = []
     with two(Double(lambda: threads.append(threading.current_thread()))) as pipe:
@@ -102,11 +97,6 @@ def test_a_child_runs_the_pipe_on_threads_of_its_own() -> None:
             return not old & set(threads) and threading.current_thread() not in threads
 
         assert child(check) == RIGHT
-
-
-def test_a_child_can_run_a_pipe_that_its_parent_has_not_run() -> None:
-    with two() as pipe:
-        assert child(lambda: right(pipe)) == RIGHT
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="autograd refuses it in a child, with CUDA")
@@ -123,16 +113,6 @@ def test_a_child_can_train(checkpoint: str) -> None:
         assert child(train) == RIGHT
 
 
-def test_a_child_can_run_random_layers() -> None:
-    with Pipe(nn.Sequential(nn.Dropout(0.5)), [1], devices=["cpu"], chunks=2) as pipe:
-        pipe(ROWS)
-        assert child(lambda: pipe(ROWS).shape == (4, 1)) == RIGHT
-
-
-def test_a_child_can_close_its_parents_pipe(pipe: Pipe) -> None:
-    assert child(lambda: pipe.close() is None) == RIGHT
-
-
 def test_a_child_that_closed_its_parents_pipe_is_refused(pipe: Pipe) -> None:
     def check() -> bool:
         pipe.close()
@@ -141,10 +121,6 @@ def test_a_child_that_closed_its_parents_pipe_is_refused(pipe: Pipe) -> None:
         return True
 
     assert child(check) == RIGHT
-
-
-def test_a_child_can_close_a_pipe_that_it_has_run(pipe: Pipe) -> None:
-    assert child(lambda: right(pipe) and pipe.close() is None) == RIGHT
 
 
 def test_a_child_can_drop_the_last_reference() -> None:
@@ -168,11 +144,6 @@ def test_a_pipe_that_was_closed_before_the_fork_is_closed_in_the_child() -> None
     assert child(check) == RIGHT
 
 
-def test_the_parent_can_run_its_pipe_after_a_fork(pipe: Pipe) -> None:
-    child(lambda: right(pipe))
-    assert right(pipe)
-
-
 def test_the_parent_keeps_its_threads_when_a_child_closes_the_pipe(pipe: Pipe) -> None:
     before = list(pipe._runtime.pool._threads)
     child(lambda: pipe.close() is None)
@@ -184,66 +155,6 @@ def test_a_grandchild_can_run_the_pipe(pipe: Pipe) -> None:
 
 
 # Forked in the middle of something that another thread does
-
-
-def in_the_middle(
-    pipe: Pipe, start: Callable[[], object], reached: threading.Event, go_on: threading.Event
-) -> int:
-    """How a child ends that runs, then closes the pipe, forked after ``start`` has got there."""
-    thread = threading.Thread(target=start, daemon=True)
-    thread.start()
-    try:
-        assert reached.wait(WAIT)
-        return child(lambda: right(pipe) and pipe.close() is None)
-    finally:
-        go_on.set()
-        thread.join(WAIT)
-
-
-def test_a_child_forked_in_the_middle_of_a_run_can_run_the_pipe() -> None:
-    reached, go_on = threading.Event(), threading.Event()
-    parent = os.getpid()
-
-    def before() -> None:
-        if os.getpid() == parent:
-            reached.set()
-            go_on.wait(WAIT)
-
-    with two(Double(before)) as pipe:
-        assert in_the_middle(pipe, lambda: pipe(ROWS), reached, go_on) == RIGHT
-
-
-def test_the_run_in_whose_middle_a_child_was_forked_goes_on() -> None:
-    reached, go_on = threading.Event(), threading.Event()
-    parent = os.getpid()
-    results: list[bool] = []
-
-    def before() -> None:
-        if os.getpid() == parent:
-            reached.set()
-            go_on.wait(WAIT)
-
-    with two(Double(before)) as pipe:
-        in_the_middle(pipe, lambda: results.append(right(pipe)), reached, go_on)
-    assert results == [True]
-
-
-def test_a_child_forked_while_threads_are_started_can_run_the_pipe(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    reached, go_on = threading.Event(), threading.Event()
-    parent = os.getpid()
-
-    class Slow(WorkerThread):
-        def start(self) -> None:
-            if os.getpid() == parent:
-                reached.set()
-                go_on.wait(WAIT)
-            super().start()
-
-    monkeypatch.setattr(pool_module, "WorkerThread", Slow)
-    with two() as pipe:
-        assert in_the_middle(pipe, lambda: pipe(ROWS), reached, go_on) == RIGHT
 
 
 def test_a_child_forked_while_threads_are_started_can_close_the_pipe(
@@ -266,29 +177,6 @@ def test_a_child_forked_while_threads_are_started_can_close_the_pipe(
         go_on.set()
         thread.join(WAIT)
     assert code == RIGHT
-
-
-def test_a_child_forked_while_a_worker_sets_its_count_of_threads_can_run_the_pipe(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    reached, go_on = threading.Event(), threading.Event()
-    parent, set_num_threads = os.getpid(), torch.set_num_threads
-
-    def slow(count: int) -> None:
-        if os.getpid() == parent and not reached.is_set():
-            reached.set()
-            go_on.wait(WAIT)
-        set_num_threads(count)
-
-    threads = torch.get_num_threads()
-    with two() as pipe:
-        monkeypatch.setattr(torch, "set_num_threads", slow)
-        start: Callable[[], Any] = lambda: thread_state.set_own_threads(threads)  # noqa: E731
-        set_num_threads(4)  # so that the workers, too, will have to set theirs
-        try:
-            assert in_the_middle(pipe, start, reached, go_on) == RIGHT
-        finally:
-            set_num_threads(threads)
 
 
 def test_a_child_forked_while_a_layer_draws_random_numbers_can_draw_some() -> None:
@@ -325,21 +213,6 @@ def test_a_child_forked_while_a_layer_draws_random_numbers_can_draw_some() -> No
 # multiprocessing
 
 
-def _run(pipe: Pipe, results: Any) -> None:
-    signal.alarm(int(WAIT))
-    results.put(right(pipe))
-
-
-@pytest.mark.slow
-def test_a_process_of_multiprocessing_can_run_the_pipe(pipe: Pipe) -> None:
-    fork = multiprocessing.get_context("fork")
-    results = fork.SimpleQueue()
-    process = fork.Process(target=_run, args=(pipe, results))
-    process.start()
-    process.join(WAIT)
-    assert (process.exitcode, results.get()) == (0, True)
-
-
 @pytest.mark.slow
 def test_a_pool_of_multiprocessing_can_run_the_pipe(pipe: Pipe) -> None:
     with warnings.catch_warnings():
@@ -353,13 +226,3 @@ def test_a_pool_of_multiprocessing_can_run_the_pipe(pipe: Pipe) -> None:
 def _is_right() -> bool:
     with two() as pipe:
         return right(pipe)
-
-
-@pytest.mark.slow
-def test_a_data_loader_with_worker_processes_works_beside_a_pipe(pipe: Pipe) -> None:
-    data = torch.utils.data.TensorDataset(ROWS)
-    loader = torch.utils.data.DataLoader(
-        data, batch_size=2, num_workers=1, multiprocessing_context="fork"
-    )
-    outputs = [pipe(rows) for (rows,) in loader]
-    assert torch.equal(torch.cat(outputs), ROWS * 4)

@@ -5,9 +5,6 @@ Counted is data, not tensor objects: what autograd saves is another object with 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -87,52 +84,6 @@ def test_after_a_step_no_activation_is_left_though_the_output_is_kept(checkpoint
 
 
 @modes
-def test_after_a_forward_whose_output_is_dropped_no_activation_is_left(checkpoint: str) -> None:
-    setting = Setting(checkpoint)
-    with setting.pipe as pipe:
-        pipe(torch.randn(8, 3))
-        assert setting.left() == 0
-
-
-@modes
-def test_after_autograd_grad_no_activation_is_left(checkpoint: str) -> None:
-    setting = Setting(checkpoint)
-    with setting.pipe as pipe:
-        torch.autograd.grad(pipe(torch.randn(8, 3)).sum(), list(pipe.parameters()))
-        assert setting.left() == 0
-
-
-@modes
-def test_after_a_backward_that_retained_its_graph_nothing_is_left_with_the_output(
-    checkpoint: str,
-) -> None:
-    setting = Setting(checkpoint)
-    with setting.pipe as pipe:
-        pipe(torch.randn(8, 3)).sum().backward(retain_graph=True)
-        assert setting.left() == 0
-
-
-@pytest.mark.parametrize("no_grad", [torch.no_grad, torch.inference_mode])
-def test_after_a_forward_without_grad_no_activation_is_left_though_the_output_is_kept(
-    no_grad: Callable[[], Any],
-) -> None:
-    setting = Setting("except_last")
-    with setting.pipe as pipe, no_grad():
-        y = pipe(torch.randn(8, 3))
-        assert setting.left() == 0
-        del y
-
-
-@modes
-def test_after_a_step_with_random_layers_no_activation_is_left(checkpoint: str) -> None:
-    seen = Activations()
-    model = nn.Sequential(Tanh(seen), nn.Dropout(), Tanh(seen), nn.Dropout(), Tanh(seen))
-    with Pipe(model, balance=[3, 2], devices=["cpu"] * 2, chunks=4, checkpoint=checkpoint) as pipe:
-        pipe(torch.randn(8, 3)).sum().backward()
-        assert seen.settled(0) == 0
-
-
-@modes
 def test_after_a_step_of_a_pipe_in_a_pipe_no_activation_is_left(checkpoint: str) -> None:
     setting = Setting(checkpoint)
     seen = Activations()
@@ -146,29 +97,11 @@ def test_after_a_step_of_a_pipe_in_a_pipe_no_activation_is_left(checkpoint: str)
 # Between forward and backward ---------------------------------------------------------------------
 
 
-def test_all_activations_wait_for_the_backward_without_checkpointing() -> None:
-    setting = Setting("never")
-    with setting.pipe as pipe:
-        y = pipe(torch.randn(8, 3))
-        # What the last layer saves is what it returns, which is copied into ``y``.
-        counts = [seen.settled(n) for seen, n in [(setting.inside, 16), (setting.between, 4)]]
-        assert counts + [setting.last.settled(4)] == [16, 4, 4]
-        del y
-
-
 def test_nothing_inside_a_checkpointed_partition_waits_for_the_backward() -> None:
     setting = Setting("always")
     with setting.pipe as pipe:
         y = pipe(torch.randn(8, 3))
         assert setting.inside.settled(0) == 0
-        del y
-
-
-def test_inputs_of_checkpointed_partitions_wait_for_the_backward() -> None:
-    setting = Setting("always")
-    with setting.pipe as pipe:
-        y = pipe(torch.randn(8, 3))
-        assert setting.between.settled(4) == 4
         del y
 
 
@@ -247,11 +180,3 @@ def test_without_grad_a_micro_batch_is_dropped_where_it_has_passed() -> None:
     with Pipe(model, balance=[2, 1], devices=["cpu"] * 2, chunks=4) as pipe, torch.no_grad():
         pipe(torch.randn(8, 3))
     assert counts[-1] == 1  # its own input
-
-
-@pytest.mark.parametrize("no_grad", [torch.no_grad, torch.inference_mode])
-def test_an_idle_worker_keeps_nothing(no_grad: Callable[[], Any]) -> None:
-    seen = Activations()
-    with Pipe(nn.Sequential(Tanh(seen)), balance=[1], devices=["cpu"]) as pipe, no_grad():
-        pipe(torch.randn(2, 3))
-        assert seen.settled(0) == 0

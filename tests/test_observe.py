@@ -51,18 +51,6 @@ def test_all_records_of_a_task_name_its_place_alike(record: type) -> None:
     assert {"run", "micro_batch", "partition"} <= set(record.__annotations__)
 
 
-def test_a_run_is_told_with_its_number_and_size() -> None:
-    log = Log()
-    with pipe_of(linear(), linear(), chunks=4) as pipe:
-        pipe(X)
-        pipe.add_observer(log)
-        pipe(X)
-        pipe(X[:3])
-    runs = [RunInfo(1, 4, 2), RunInfo(2, 3, 2)]
-    assert log.of("run_started") == runs
-    assert log.of("run_finished") == [[run, "succeeded"] for run in runs]
-
-
 def test_events_of_a_run_come_on_the_callers_thread_and_those_of_a_task_on_its_worker() -> None:
     log = Log()
     with pipe_of(linear(), linear()) as pipe:
@@ -72,18 +60,6 @@ def test_events_of_a_run_come_on_the_callers_thread_and_those_of_a_task_on_its_w
         of_run = event.startswith("run")
         assert (thread is threading.current_thread()) == of_run
         assert of_run or thread.name in ("pipert-cpu-0", "pipert-cpu-1")
-
-
-@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt, SystemExit])
-def test_a_failure_is_told_with_the_task_that_raised_it(kind: type[BaseException]) -> None:
-    log = Log()
-    with pipe_of(linear(), Apply(fail(kind("no"))), chunks=2) as pipe:
-        pipe.add_observer(log)
-        with pytest.raises(kind):
-            pipe(X)
-    assert log.of("failed") == [[TaskInfo(0, "forward", 1, 0, CPU), kind]]
-    assert log.of("run_finished") == [[RunInfo(0, 2, 2), "failed"]]
-    assert TaskInfo(0, "forward", 1, 0, CPU) in log.of("task_finished")
 
 
 def test_a_run_that_meets_the_end_of_the_pipe_is_cancelled() -> None:
@@ -116,15 +92,6 @@ def test_what_a_pipe_in_a_pipe_raises_when_it_is_closed_is_a_failure_of_the_oute
     assert [outcome for _, outcome in log.of("run_finished")] == ["failed"]
 
 
-def test_arguments_that_are_refused_are_no_run() -> None:
-    log = Log()
-    with pipe_of(linear()) as pipe:
-        pipe.add_observer(log)
-        with pytest.raises(ValueError):
-            pipe(X, X[:3])
-        assert log.events == [] and pipe.statistics().runs == 0
-
-
 EVENTS = ["run_started", "run_finished", "task_started", "task_finished"]
 
 
@@ -151,18 +118,6 @@ def test_an_observer_that_raises_is_dropped_and_the_run_goes_on(
     assert 1 <= len(lines) <= 2
 
 
-def test_SystemExit_of_an_observer_on_a_worker_does_not_end_the_worker() -> None:
-    class Exits(Observer):
-        def task_started(self, task: TaskInfo) -> None:
-            raise SystemExit
-
-    with pipe_of(linear()) as pipe:
-        pipe.add_observer(Exits())
-        pipe(X)
-        pipe(X)
-        assert pipe.statistics().runs == 2
-
-
 @pytest.mark.parametrize("event", ["run_started", "run_finished"])
 def test_an_interrupt_in_an_observer_on_the_main_thread_reaches_the_caller(event: str) -> None:
     def interrupted(*_: Any) -> None:
@@ -177,24 +132,6 @@ def test_an_interrupt_in_an_observer_on_the_main_thread_reaches_the_caller(event
             pipe(X)
         assert pipe.statistics().in_flight == 0
         pipe(X)
-
-
-def test_a_removed_observer_is_told_nothing() -> None:
-    log = Log()
-    with pipe_of(linear()) as pipe:
-        pipe.add_observer(log)
-        pipe.remove_observer(log)
-        pipe(X)
-    assert log.events == []
-
-
-def test_an_observer_that_is_added_twice_is_told_once() -> None:
-    log = Log()
-    with pipe_of(linear()) as pipe:
-        pipe.add_observer(log)
-        pipe.add_observer(log)
-        pipe(X)
-    assert len(log.of("run_started")) == 1
 
 
 def test_an_observer_that_is_added_during_a_run_hears_of_the_next_one() -> None:

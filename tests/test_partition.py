@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pipert.layers.drawing import draws
-from pipert.model.split import check_balance, check_module, place, split
+from pipert.model.split import check_module, place, split
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -27,68 +27,11 @@ def layers(count: int = 4) -> nn.Sequential:
     return nn.Sequential(*[nn.Linear(2, 2) for _ in range(count)])
 
 
-class Renamed(nn.Sequential):
-    """A subclass that adds no forward."""
-
-
 class Grows(nn.Sequential):
     """A subclass that does."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x
-
-
-@pytest.mark.parametrize("module", [nn.Sequential(), Renamed(nn.ReLU())], ids=["plain", "subclass"])
-def test_sequential_is_accepted(module: nn.Sequential) -> None:
-    check_module(module)
-
-
-@pytest.mark.parametrize("module", [nn.ReLU(), nn.ModuleList(), [nn.ReLU()], None], ids=str)
-def test_a_model_that_is_no_sequential_is_refused_by_type(module: object) -> None:
-    with pytest.raises(TypeError, match=f"got {type(module).__name__}; put the layers in"):
-        check_module(module)
-
-
-def test_sequential_with_a_forward_of_its_own_is_refused() -> None:
-    with pytest.raises(TypeError, match="Grows overrides forward, which a pipe would never call"):
-        check_module(Grows())
-
-
-@pytest.mark.parametrize("balance", [[4], [1, 3], [1, 1, 1, 1]], ids=str)
-def test_balance_that_adds_up_is_accepted(balance: list[int]) -> None:
-    check_balance(layers(), balance, devices=len(balance))
-
-
-def test_empty_balance_of_an_empty_sequential_is_accepted() -> None:
-    check_balance(nn.Sequential(), [], devices=0)
-
-
-@pytest.mark.parametrize("balance", [[], [3], [2, 3]], ids=str)
-def test_balance_that_does_not_add_up_is_refused(balance: list[int]) -> None:
-    with pytest.raises(ValueError, match=f"adds up to {sum(balance)} and the module has 4"):
-        check_balance(layers(), balance, devices=9)
-
-
-@pytest.mark.parametrize("balance", [[0, 4], [5, -1]], ids=str)
-def test_entry_that_is_not_positive_is_refused(balance: list[int]) -> None:
-    with pytest.raises(ValueError, match="each entry of balance must be positive"):
-        check_balance(layers(), balance, devices=9)
-
-
-def test_advice_has_no_more_partitions_than_layers() -> None:
-    with pytest.raises(ValueError, match=r"balance_by_time\(2, module, sample\)"):
-        check_balance(layers(2), [1, 1, 1], devices=9)
-
-
-def test_more_partitions_than_devices_are_refused() -> None:
-    with pytest.raises(IndexError, match="balance has 3 partitions and there are 2 devices"):
-        check_balance(layers(), [1, 1, 2], devices=2)
-
-
-def test_partitions_have_the_layers_in_order() -> None:
-    module = layers()
-    partitions = split_to(module, [1, 3], [CPU, CPU])
-    assert [list(partition) for partition in partitions] == [list(module)[:1], list(module)[1:]]
 
 
 def test_layers_keep_their_names() -> None:
@@ -119,28 +62,9 @@ def test_a_hook_of_a_partition_is_refused_and_one_of_a_layer_is_not(register: An
         getattr(first, register.__name__)(lambda *_: None)
 
 
-def test_layer_that_occurs_twice_is_in_both_partitions() -> None:
-    layer = nn.Linear(2, 2)
-    first, second = split_to(nn.Sequential(layer, layer), [1, 1], [CPU, CPU])
-    assert first[0] is second[0]
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_partitions_have_the_mode_of_the_module(training: bool) -> None:
-    partitions = split_to(layers().train(training), [1, 3], [CPU, CPU])
-    assert {partition.training for partition in partitions} == {training}
-
-
 def test_partitions_are_placed_on_their_devices() -> None:
     partitions = split_to(layers(), [1, 3], [CPU, META])
     assert [{p.device for p in part.parameters()} for part in partitions] == [{CPU}, {META}]
-
-
-def test_module_itself_keeps_its_layers() -> None:
-    module = layers()
-    before = list(module)
-    split_to(module, [1, 3], [CPU, CPU])
-    assert list(module) == before
 
 
 # A parameter on two devices.
@@ -152,11 +76,6 @@ def tied() -> nn.Sequential:
     assert isinstance(first, nn.Linear) and isinstance(last, nn.Linear)
     last.weight = first.weight
     return module
-
-
-def test_pitfall_20_parameter_shared_on_one_device_is_accepted() -> None:
-    first, second = split_to(tied(), [1, 1], [CPU, CPU])
-    assert next(first.parameters()) is next(second.parameters())
 
 
 def test_a_parameter_shared_between_devices_lives_on_the_first_ones() -> None:
@@ -175,12 +94,6 @@ def test_the_gradient_of_a_shared_parameter_stays_with_it() -> None:
     assert devices == [CPU, META]
 
 
-def test_a_layer_shared_between_devices_lives_on_the_first_ones() -> None:
-    layer = nn.Linear(2, 2)
-    split_to(nn.Sequential(layer, nn.Linear(2, 2), layer), [1, 1, 1], [CPU, META, META])
-    assert {parameter.device for parameter in layer.parameters()} == {CPU}
-
-
 def test_buffer_shared_between_devices_is_refused_by_name() -> None:
     module = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2))
     module[1].running_mean = module[0].running_mean
@@ -192,11 +105,6 @@ def shared_buffer() -> nn.Sequential:
     module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.BatchNorm1d(2))
     module[2].running_mean = module[1].running_mean
     return module
-
-
-def test_refusal_of_a_shared_buffer_says_what_to_change() -> None:
-    with pytest.raises(ValueError, match="Choose a balance that puts those layers on one device"):
-        split_to(shared_buffer(), [2, 1], [CPU, META])
 
 
 def test_refusal_of_a_shared_buffer_has_moved_nothing() -> None:
@@ -213,18 +121,9 @@ class Custom(nn.Module):
     """A module whose computation is unknown to pipert."""
 
 
-@pytest.mark.parametrize("layer", [nn.Linear(2, 2), nn.ReLU(), nn.BatchNorm1d(2), nn.Identity()])
-def test_known_layer_does_not_draw(layer: nn.Module) -> None:
-    assert not draws(nn.Sequential(layer))
-
-
 @pytest.mark.parametrize("layer", [Custom(), nn.Sequential(Custom()), nn.LSTM(2, 2, 2)])
 def test_unknown_layer_may_draw(layer: nn.Module) -> None:
     assert draws(nn.Sequential(nn.ReLU(), layer))
-
-
-def test_a_sequential_of_known_layers_does_not_draw() -> None:
-    assert not draws(nn.Sequential(nn.Sequential(nn.ReLU(), nn.Sequential(nn.Linear(2, 2)))))
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -236,10 +135,6 @@ def test_layer_with_a_hook_may_draw() -> None:
     layer = nn.ReLU()
     layer.register_forward_hook(lambda *_: None)
     assert draws(nn.Sequential(layer))
-
-
-def test_empty_partition_does_not_draw() -> None:
-    assert not draws(nn.Sequential())
 
 
 def test_running_statistics_of_two_partitions_are_refused() -> None:

@@ -11,10 +11,7 @@ layer knows which task ``F[i,j]`` it is in.
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import gc
 import signal
-import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
@@ -25,14 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from pipert import (
-    Pipe,
-    PipeClosedError,
-    PipertError,
-    ReentrantCallError,
-    WorkerDiedError,
-    is_recomputing,
-)
+from pipert import Pipe, PipertError, ReentrantCallError, is_recomputing
 from pipert.stage.outcome import Outcome
 from pipert.workers.worker import WorkerThread
 from tests.activations import Activations
@@ -140,27 +130,7 @@ def _imported() -> None:
     torch_checkpoint(torch.neg, torch.ones(1), use_reentrant=False)
 
 
-@pytest.fixture
-def no_gc() -> Iterator[None]:
-    """Turns the garbage collector off: reference counting alone has to free everything."""
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
-
-
 # What overlaps ------------------------------------------------------------------------------------
-
-
-def test_two_cpu_partitions_compute_at_once() -> None:
-    both = threading.Barrier(2)
-
-    def act(i: int, j: int) -> None:
-        if (i, j) in {(1, 0), (0, 1)}:
-            both.wait(TIMEOUT)
-
-    with pipe_of(2, act, chunks=2) as pipe:
-        assert torch.equal(pipe(rows(2)), rows(2))
 
 
 def test_all_partitions_compute_at_once_when_the_pipeline_is_full() -> None:
@@ -186,18 +156,6 @@ def test_a_fast_partition_runs_ahead_while_the_next_one_is_blocked() -> None:
 
     with pipe_of(2, act, chunks=4) as pipe:
         assert torch.equal(pipe(rows(4)), rows(4))
-
-
-def test_a_task_starts_when_its_input_is_there_though_its_own_diagonal_is_not_done() -> None:
-    done = Events()
-
-    def act(i: int, j: int) -> None:
-        if (i, j) == (1, 0):
-            wait(done[0, 1])
-        done[i, j].set()
-
-    with pipe_of(2, act, chunks=2) as pipe:
-        assert torch.equal(pipe(rows(2)), rows(2))
 
 
 def test_a_task_starts_when_its_input_is_there_though_an_earlier_diagonal_is_not_done() -> None:
@@ -309,64 +267,6 @@ def test_a_call_that_is_interrupted_has_waited_for_the_tasks_that_were_executing
         with pytest.raises(Interrupt):
             pipe(rows(3))
         assert finished
-
-
-def test_a_second_interrupt_does_not_cut_the_waiting_short(interrupt: Signal) -> None:
-    finished = []
-
-    def act(i: int, j: int) -> None:
-        interrupt.send()
-        interrupt.send()
-        torch.randn(300, 300) @ torch.randn(300, 300)
-        finished.append(True)
-
-    with pipe_of(1, act, chunks=1) as pipe:
-        with pytest.raises(Interrupt):
-            pipe(rows(1))
-        assert finished
-
-
-def test_a_second_interrupt_while_the_run_is_being_cancelled_changes_nothing(
-    interrupt: Signal, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    again = [True]
-    finished = []
-    cancelling = threading.Event()
-    cancel = Outcome.cancel
-
-    def cancel_under_fire(outcome: Outcome) -> None:
-        cancelling.set()
-        if again and again.pop():
-            interrupt.send_to_myself()
-        cancel(outcome)
-
-    def act(i: int, j: int) -> None:
-        interrupt.send()
-        wait(cancelling)
-        torch.randn(300, 300) @ torch.randn(300, 300)
-        finished.append(True)
-
-    monkeypatch.setattr(Outcome, "cancel", cancel_under_fire)
-    with pipe_of(1, act, chunks=1) as pipe:
-        with pytest.raises(Interrupt):
-            pipe(rows(1))
-        assert finished
-
-
-def test_no_task_of_a_call_that_raised_runs_later(failures: Failures) -> None:
-    seen: list[Task] = []
-
-    def act(i: int, j: int) -> None:
-        seen.append((i, j))
-        if i == 1 and j == 0:
-            raise ValueError
-
-    with pipe_of(2, act, chunks=6) as pipe:
-        with pytest.raises(ValueError):
-            pipe(rows(6))
-        seen.clear()
-        pipe(rows(2, first=10))
-    assert sorted(seen) == [(10, 0), (10, 1), (11, 0), (11, 1)]
 
 
 def test_no_task_of_a_call_that_was_interrupted_runs_later(interrupt: Signal) -> None:
@@ -532,22 +432,6 @@ def test_after_an_interrupt_no_activation_is_left(interrupt: Signal, no_gc: None
         assert activations.left() == 0
 
 
-def test_after_an_interrupt_of_a_run_that_fails_as_well_no_activation_is_left(
-    interrupt: Signal, no_gc: None
-) -> None:
-    activations = Activations()
-
-    def act(i: int, j: int) -> None:
-        kept = activations.add(torch.ones(3))
-        interrupt.send()
-        raise MemoryError(len(kept))
-
-    with pipe_of(2, act, chunks=3) as pipe:
-        with contextlib.suppress(Interrupt):
-            pipe(rows(3))
-        assert activations.left() == 0
-
-
 # R6: nothing waits for a dead worker --------------------------------------------------------------
 
 
@@ -556,75 +440,6 @@ def worker(name: str) -> WorkerThread:
         t for t in threading.enumerate() if isinstance(t, WorkerThread) and t.name == name
     )
     return thread
-
-
-def throw_into(name: str, error: type[BaseException]) -> None:
-    """Throws an exception into the worker of that name, as debuggers and watchdogs do."""
-    ident, kind = ctypes.c_ulong(worker(name).ident or 0), ctypes.py_object(error)
-    assert ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, kind) == 1
-
-
-def wait_until_inside(name: str, function: str) -> None:
-    """Waits until the worker of that name is in a call of ``function``."""
-    ident = worker(name).ident or 0
-    for _ in range(1000):
-        stack = traceback.extract_stack(sys._current_frames()[ident])
-        if function in [frame.name for frame in stack]:
-            return
-        threading.Event().wait(TIMEOUT / 1000)
-    raise AssertionError(f"{name} never called {function}")
-
-
-@pytest.mark.parametrize("name", ["pipert-cpu-0", "pipert-cpu-1", "pipert-clock"])
-def test_a_call_that_meets_a_dying_idle_worker_does_not_hang(name: str) -> None:
-    with pipe_of(2, lambda i, j: None, chunks=2) as pipe:
-        pipe(rows(2))
-        throw_into(name, Interrupt)  # gets there when the worker takes its next task
-        call = Caller(lambda: pipe(rows(2)))
-        with contextlib.suppress(WorkerDiedError, Interrupt):
-            call.result()
-
-
-@pytest.mark.parametrize("name", ["pipert-cpu-0", "pipert-cpu-1", "pipert-clock"])
-def test_the_call_after_a_worker_has_died_is_served_by_a_new_one(name: str) -> None:
-    with pipe_of(2, lambda i, j: None, chunks=2) as pipe:
-        pipe(rows(2))
-        old = worker(name)
-        old.stop()
-        old.join(TIMEOUT)
-        assert torch.equal(Caller(lambda: pipe(rows(2))).result(), rows(2))
-
-
-def test_an_exception_thrown_into_a_worker_that_waits_for_its_input_reaches_the_caller() -> None:
-    done = Events()
-
-    def act(i: int, j: int) -> None:
-        if (i, j) == (1, 0):
-            wait(done[0, 1])
-            wait_until_inside("pipert-cpu-1", "receive")
-            throw_into("pipert-cpu-1", Interrupt)
-        done[i, j].set()
-
-    with pipe_of(2, act, chunks=2) as pipe:
-        with pytest.raises(Interrupt):
-            Caller(lambda: pipe(rows(2))).result()
-
-
-def test_closing_the_pipe_wakes_a_caller_in_it() -> None:
-    started, stopped = threading.Event(), threading.Event()
-
-    def act(i: int, j: int) -> None:
-        started.set()
-        wait(stopped)
-
-    pipe = pipe_of(2, act, chunks=4)
-    call = Caller(lambda: pipe(rows(4)))
-    wait(started)
-    pipe._runtime.pool.stop()  # what close does before it joins
-    stopped.set()
-    Caller(pipe.close).result()
-    with pytest.raises(PipeClosedError):
-        call.result()
 
 
 # Several callers ----------------------------------------------------------------------------------
@@ -664,46 +479,6 @@ def test_pitfall_13_callers_of_one_pipe_get_their_own_rows() -> None:
     assert len(threads) == 3
 
 
-def test_callers_may_use_different_numbers_of_chunks_at_once() -> None:
-    a_is_in_1 = threading.Event()
-    both = threading.Barrier(2)
-    tasks: list[int] = []
-
-    def act(i: int, j: int) -> None:
-        tasks.append(i)
-        if (i, j) == (0, 1):
-            a_is_in_1.set()
-        if (i, j) in {(0, 1), (16, 0)}:
-            both.wait(TIMEOUT)
-
-    with pipe_of(2, act, chunks=2) as pipe:
-        a = Caller(lambda: pipe(rows(8)))
-        wait(a_is_in_1)
-        pipe.chunks = 4
-        b = Caller(lambda: pipe(rows(8, first=10)))
-        assert torch.equal(a.result(), rows(8))
-        assert torch.equal(b.result(), rows(8, first=10))
-    assert sorted(tasks) == sorted(2 * [0, 4] + 2 * [10, 12, 14, 16])
-
-
-def test_a_caller_is_not_disturbed_by_the_failure_of_another_ones_run(failures: Failures) -> None:
-    a_is_in_1 = threading.Event()
-
-    def act(i: int, j: int) -> None:
-        if (i, j) == (0, 1):
-            a_is_in_1.set()
-            failures.wait()
-        if i == 11:
-            raise ValueError
-
-    with pipe_of(2, act, chunks=3) as pipe:
-        a = Caller(lambda: pipe(rows(3)))
-        wait(a_is_in_1)
-        with pytest.raises(ValueError):
-            Caller(lambda: pipe(rows(3, first=10))).result()
-        assert torch.equal(a.result(), rows(3))
-
-
 def test_callers_at_once_keep_their_own_grad_mode() -> None:
     class Scale(Stage):
         def __init__(self, j: int, act: Callable[[int, int], None]) -> None:
@@ -731,18 +506,6 @@ def test_callers_at_once_keep_their_own_grad_mode() -> None:
 
 
 # Order of calls, pipes in pipes -------------------------------------------------------------------
-
-
-def test_a_pipe_may_be_evaluated_before_its_first_training_step() -> None:
-    model = nn.Sequential(nn.Linear(3, 3), nn.Dropout(), nn.Linear(3, 3))
-    x = torch.randn(4, 3)
-    with Pipe(model, balance=[2, 1], devices=["cpu"] * 2, chunks=2) as pipe:
-        pipe.eval()
-        with torch.no_grad():
-            torch.testing.assert_close(pipe(x), model.eval()(x))
-        pipe.train()
-        pipe(x).sum().backward()
-        assert all(parameter.grad is not None for parameter in pipe.parameters())
 
 
 def plain_and_inner() -> tuple[nn.Sequential, nn.Sequential]:
@@ -866,21 +629,6 @@ def test_a_pipe_in_a_pipe_computes_at_once_with_it() -> None:
         assert torch.equal(outer(rows(2)), rows(2))
 
 
-@pytest.mark.layered  # the layer's name is another
-def test_an_error_in_a_pipe_in_a_pipe_has_a_note_of_each() -> None:
-    def act(i: int, j: int) -> None:
-        raise StageError
-
-    inner = Pipe(nn.Sequential(Stage(0, act)), balance=[1], devices=["cpu"])
-    outer = Pipe(nn.Sequential(nn.Identity(), inner), balance=[1, 1], devices=["cpu"] * 2)
-    with inner, outer, pytest.raises(StageError) as info:
-        outer(rows(2))
-    assert [note.split(", micro")[0] for note in info.value.__notes__] == [
-        "in forward F[0,0]: partition 0 on cpu, layer '0' (Stage)",
-        "in forward F[0,1]: partition 1 on cpu, layer '1' (Pipe)",
-    ]
-
-
 class Calls(nn.Module):
     """Calls something that is set after the pipe was made; not as a submodule."""
 
@@ -892,14 +640,6 @@ class Calls(nn.Module):
         return self.what[0](x)
 
 
-def test_a_layer_that_calls_its_own_pipe_is_refused() -> None:
-    layer = Calls()
-    with Pipe(nn.Sequential(layer), balance=[1], devices=["cpu"]) as pipe:
-        layer.what.append(pipe)
-        with pytest.raises(ReentrantCallError):
-            Caller(lambda: pipe(rows(2))).result()
-
-
 def test_a_layer_that_calls_its_own_pipe_by_way_of_another_one_is_refused() -> None:
     layer = Calls()
     inner = Pipe(nn.Sequential(layer), balance=[1], devices=["cpu"])
@@ -907,13 +647,3 @@ def test_a_layer_that_calls_its_own_pipe_by_way_of_another_one_is_refused() -> N
     layer.what.append(outer)
     with inner, outer, pytest.raises(ReentrantCallError):
         Caller(lambda: outer(rows(2))).result()
-
-
-def test_a_pipe_that_refused_to_be_called_by_its_layer_is_usable() -> None:
-    layer = Calls()
-    with Pipe(nn.Sequential(layer), balance=[1], devices=["cpu"]) as pipe:
-        layer.what.append(pipe)
-        with contextlib.suppress(ReentrantCallError):
-            pipe(rows(2))
-        layer.what[0] = torch.neg
-        assert torch.equal(pipe(rows(2)), -rows(2))

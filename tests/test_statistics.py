@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
-import pickle
 import sys
 import threading
 from collections.abc import Iterator
@@ -43,14 +41,6 @@ class Gate:
         return x
 
 
-def test_a_pipe_that_has_not_run_has_workers_and_zeros() -> None:
-    with pipe_of(linear(), linear()) as pipe:
-        seen = pipe.statistics()
-    assert (seen.runs, seen.in_flight, seen.failures, seen.cancellations, seen.tasks) == (0,) * 5
-    assert [worker.name for worker in seen.workers] == ["pipert-cpu-0", "pipert-cpu-1"]
-    assert all(worker.doing is None and worker.busy_seconds == 0 for worker in seen.workers)
-
-
 def test_printed_they_show_the_calls_and_what_each_worker_does() -> None:
     gate = Gate()
     with pipe_of(linear(), Apply(gate), chunks=4) as pipe:
@@ -64,28 +54,6 @@ def test_printed_they_show_the_calls_and_what_each_worker_does() -> None:
     assert header.split()[:2] == ["worker", "partition"] and header.endswith("tasks done  busy")
     assert first.startswith("pipert-cpu-0") and second.split()[:3] == ["pipert-cpu-1", "1", "0"]
     assert "forward" in second and str(Statistics(1, 0, 1, 0, 0, 0, ())).count("\n") == 0
-
-
-def test_runs_and_tasks_are_counted() -> None:
-    with pipe_of(linear(), linear(), chunks=4) as pipe:
-        pipe(X)
-        pipe(X[:3])
-        seen = pipe.statistics()
-    assert (seen.runs, seen.succeeded, seen.in_flight) == (2, 2, 0)
-    assert [worker.tasks for worker in seen.workers] == [7, 7] and seen.tasks == 14
-    assert all(worker.busy_seconds > 0 for worker in seen.workers)
-
-
-def test_failures_are_counted() -> None:
-    def fail(x: Tensor) -> Tensor:
-        raise ValueError
-
-    with pipe_of(linear(), Apply(fail)) as pipe:
-        for _ in range(3):
-            with pytest.raises(ValueError):
-                pipe(X)
-        seen = pipe.statistics()
-    assert (seen.runs, seen.failures, seen.succeeded, seen.cancellations) == (3, 3, 0, 0)
 
 
 def test_statistics_show_a_workers_task_while_it_runs() -> None:
@@ -144,21 +112,6 @@ def test_waiting_for_input_is_not_busy() -> None:
         thread.join(WAIT)
         seen = pipe.statistics()
     assert seen.workers[0].busy_seconds > seen.workers[1].busy_seconds > 0
-
-
-def test_statistics_are_frozen_and_can_be_pickled() -> None:
-    with pipe_of(linear()) as pipe:
-        pipe(X)
-        seen = pipe.statistics()
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        seen.runs = 0  # type: ignore[misc]
-    assert pickle.loads(pickle.dumps(seen)) == seen and isinstance(seen, Statistics)
-
-
-def test_a_closed_pipe_still_has_statistics() -> None:
-    with pipe_of(linear()) as pipe:
-        pipe(X)
-    assert pipe.statistics().runs == 1
 
 
 @pytest.fixture

@@ -77,32 +77,10 @@ def test_pairs_and_kept_cases_run_without_the_option(folder: Path) -> None:
     assert len(found["record"]) == 4 and found["record"] == found["same_record"]
 
 
-def test_everything_runs_with_the_option(folder: Path) -> None:
-    found = collected(folder, "--sweep")
-    assert {name: len(cases) for name, cases in found.items()} == {
-        "left_out": 1, "always": 1, "once": 2, "pairs": 8, "record": 8, "same_record": 8,
-    }  # fmt: skip
-
-
 def test_the_mark_selects_the_cases_left_out(folder: Path) -> None:
     found = collected(folder, "--sweep", "-m", "sweep")
     assert found["left_out"] == [""] and found["once"] == ["2"] and "always" not in found
     assert len(found["record"]) == 4
-
-
-def test_a_named_case_runs_and_k_chooses_among_cases_that_run(folder: Path) -> None:
-    case = next(c for c in collected(folder, "--sweep", "-m", "sweep")["record"])
-    named = folder / f"test_program.py::test_record[{case}]"
-    command = [sys.executable, "-m", "pytest", "-p", "tests.sweep", "-q", str(named)]
-    assert subprocess.run(command, cwd=ROOT).returncode == 0
-    assert collected(folder, "-k", "test_once") == {"once": ["1"]}
-
-
-def test_plain_pytest_finds_the_plugins_of_the_checkout() -> None:
-    """It does not begin its path with the working directory, nor does ``-P``."""
-    command = [sys.executable, "-P", "-m", "pytest", "--collect-only", "-q", "tests/test_value.py"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
 
 
 SKIPPING = """

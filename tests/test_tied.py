@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import pickle
 import threading
 import weakref
 from collections.abc import Callable
@@ -124,32 +123,7 @@ def step(model: Callable[[Tensor], Tensor], tokens: Tensor = TOKENS) -> Tensor:
     return loss.detach()
 
 
-# On one device.
-
-
-@modes
-def test_layers_of_one_device_share_a_parameter_without_copies(checkpoint: str) -> None:
-    plain = language_model()
-    with pipe_of(copy.deepcopy(plain), [2, 2], chunks=3, checkpoint=checkpoint) as pipe:
-        torch.testing.assert_close(step(pipe), step(plain))
-        torch.testing.assert_close(gradients(pipe), gradients(plain))
-
-
 # On several.
-
-
-@modes
-@pytest.mark.parametrize("chunks", [1, 3, 8])
-@pytest.mark.parametrize("balance", [[2, 2], [1, 1, 1, 1], [1, 3], [3, 1]])
-def test_gradients_add_up_in_the_one_parameter(
-    copies: Copies, checkpoint: str, chunks: int, balance: list[int]
-) -> None:
-    plain = language_model()
-    with pipe_of(copy.deepcopy(plain), balance, chunks=chunks, checkpoint=checkpoint) as pipe:
-        for _ in range(2):  # the second time they are accumulated
-            torch.testing.assert_close(step(pipe), step(plain))
-            torch.testing.assert_close(gradients(pipe), gradients(plain))
-    assert copies.forward == 2
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 8])
@@ -172,15 +146,6 @@ def test_each_borrowing_partition_has_a_copy(copies: Copies) -> None:
     assert (copies.forward, copies.back) == (2, 2)
 
 
-def test_a_tied_parameter_has_both_names_in_the_state_dict(copies: Copies) -> None:
-    module = language_model()
-    keys = list(module.state_dict())
-    weight = module[0].weight
-    with pipe_of(module, [2, 2]) as pipe:
-        assert [p is weight for p in pipe.parameters()] == [True, False, False]
-        assert list(pipe.state_dict()) == keys and {"0.weight", "3.weight"} <= set(keys)
-
-
 @modes
 def test_training_gives_the_plain_modules_weights(copies: Copies, checkpoint: str) -> None:
     plain = language_model()
@@ -194,54 +159,6 @@ def test_training_gives_the_plain_modules_weights(copies: Copies, checkpoint: st
         torch.testing.assert_close(dict(pipe.named_parameters()), dict(plain.named_parameters()))
 
 
-def test_a_state_dict_loads_into_the_one_parameter(copies: Copies) -> None:
-    trained = language_model()
-    with torch.no_grad():
-        weight_of(trained).add_(1.0)
-    with pipe_of(language_model(), [2, 2]) as pipe:
-        pipe.load_state_dict(trained.state_dict())
-        torch.testing.assert_close(pipe(TOKENS), trained(TOKENS))
-
-
-@modes
-def test_autograd_grad_gives_the_sum_and_touches_no_grad(copies: Copies, checkpoint: str) -> None:
-    plain = language_model()
-    with pipe_of(copy.deepcopy(plain), [2, 2], chunks=2, checkpoint=checkpoint) as pipe:
-        (ours,) = torch.autograd.grad(pipe(TOKENS).square().sum(), weight_of(pipe))
-        (theirs,) = torch.autograd.grad(plain(TOKENS).square().sum(), weight_of(plain))
-        torch.testing.assert_close(ours, theirs)
-        assert all(grad is None for grad in gradients(pipe).values())
-
-
-def test_a_frozen_tied_parameter_gets_no_gradient(copies: Copies) -> None:
-    plain = language_model()
-    weight_of(plain).requires_grad_(False)
-    with pipe_of(copy.deepcopy(plain), [2, 2], chunks=2) as pipe:
-        step(pipe)
-        step(plain)
-        torch.testing.assert_close(gradients(pipe), gradients(plain))
-        assert weight_of(pipe).grad is None and copies.back == 0
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_a_tied_parameter_is_copied_without_grad_too(
-    copies: Copies, mode: Callable[[], Any]
-) -> None:
-    plain = language_model()
-    with pipe_of(copy.deepcopy(plain), [2, 2], chunks=2) as pipe, mode():
-        torch.testing.assert_close(pipe(TOKENS), plain(TOKENS))
-    assert copies.forward == 1
-
-
-def test_each_run_sees_the_parameter_as_it_is_then(copies: Copies) -> None:
-    with pipe_of(language_model(), [2, 2], chunks=2) as pipe:
-        before = pipe(TOKENS)
-        with torch.no_grad():
-            weight_of(pipe).mul_(2.0)
-        assert not pipe(TOKENS).equal(before)
-        torch.testing.assert_close(pipe(TOKENS), nn.Sequential(*pipe)(TOKENS))
-
-
 def test_a_recomputation_after_the_parameter_was_changed_is_refused(copies: Copies) -> None:
     with pipe_of(language_model(), [2, 2], checkpoint="always") as pipe:
         loss = pipe(TOKENS).sum()
@@ -249,18 +166,6 @@ def test_a_recomputation_after_the_parameter_was_changed_is_refused(copies: Copi
             weight_of(pipe).mul_(2.0)
         with pytest.raises(RuntimeError, match="was modified"):
             loss.backward()
-
-
-@modes
-def test_a_layer_may_be_used_twice(copies: Copies, checkpoint: str) -> None:
-    layer = nn.Linear(3, 3)
-    plain = nn.Sequential(layer, nn.Tanh(), layer)
-    x = torch.randn(4, 3)
-    with pipe_of(copy.deepcopy(plain), [2, 1], chunks=2, checkpoint=checkpoint) as pipe:
-        pipe(x).sum().backward()
-        plain(x).sum().backward()
-        torch.testing.assert_close(gradients(pipe), gradients(plain))
-    assert copies.forward == 2  # weight and bias
 
 
 class Last(nn.Module):
@@ -343,19 +248,6 @@ def test_replacing_the_owning_layer_makes_the_next_partition_the_owner(copies: C
         assert copies.forward == 0 and isinstance(weight, Tensor) and weight.grad is not None
 
 
-def test_replacing_a_layer_can_tie_it(copies: Copies) -> None:
-    module = language_model()
-    untied = Head(nn.Parameter(torch.randn(7, 4)))
-    tied = module[3]
-    module[3] = untied
-    with pipe_of(module, [2, 2]) as pipe:
-        step(pipe)
-        assert copies.forward == 0
-        pipe.add_module("3", tied)
-        step(pipe)
-        assert copies.forward == 1
-
-
 def test_tying_again_after_assigning_ties_the_current_parameters(copies: Copies) -> None:
     with pipe_of(language_model(), [2, 2]) as pipe:
         old = weakref.ref(weight_of(pipe))
@@ -367,35 +259,11 @@ def test_tying_again_after_assigning_ties_the_current_parameters(copies: Copies)
         assert old() is None
 
 
-@pytest.mark.parametrize("how", [copy.deepcopy, lambda p: pickle.loads(pickle.dumps(p))])
-def test_a_copy_of_the_pipe_is_tied_in_itself(copies: Copies, how: Callable[[Pipe], Pipe]) -> None:
-    with pipe_of(language_model(), [2, 2]) as pipe, how(pipe) as other:
-        assert other[0].weight is other[3].weight is not pipe[0].weight
-        step(other)
-        assert copies.forward == 1 and weight_of(pipe).grad is None
-
-
 @modes
 def test_the_copy_is_gone_with_the_graph(copies: Copies, checkpoint: str, no_gc: None) -> None:
     with pipe_of(language_model(), [2, 2], chunks=2, checkpoint=checkpoint) as pipe:
         step(pipe)
         assert [made() for made in copies.made] == [None]
-
-
-def test_the_copy_is_gone_after_a_failure(copies: Copies, no_gc: None) -> None:
-    with pipe_of(language_model(), [2, 2], chunks=2) as pipe:
-        with pytest.raises(IndexError):
-            pipe(TOKENS + 100)
-        handle = pipe[3].register_forward_pre_hook(_fail)
-        with pytest.raises(ValueError, match="on purpose"):
-            pipe(TOKENS)
-        handle.remove()
-        assert [made() for made in copies.made] == [None]
-        step(pipe)
-
-
-def _fail(*_: Any) -> None:
-    raise ValueError("on purpose")
 
 
 class Clamp(nn.Module):
@@ -431,14 +299,6 @@ def test_changes_in_place_are_refused_in_every_mode(
     with pipe_of(nn.Sequential(Head(weight), layer(weight)), [1, 1]) as pipe, mode():
         with pytest.raises(RuntimeError, match="was modified in place"):
             pipe(torch.ones(2, 3))
-
-
-def test_an_owner_that_modifies_a_tied_parameter_in_place_is_refused(copies: Copies) -> None:
-    embedding = nn.Embedding(7, 4, max_norm=0.1)
-    module = nn.Sequential(embedding, nn.Linear(4, 4), nn.GELU(), Head(embedding.weight))
-    with pipe_of(module, [2, 2], chunks=2) as pipe:
-        with pytest.raises(RuntimeError, match="was modified in place"):
-            pipe(TOKENS)
 
 
 def test_an_unused_parameter_gets_no_gradient_through_a_used_one(copies: Copies) -> None:
@@ -529,15 +389,6 @@ def test_layers_that_cannot_be_handed_a_copy_are_refused_by_name(kind: str) -> N
 
 
 # Who borrows what; the substitute.
-
-
-def test_the_first_partition_that_uses_a_parameter_owns_it() -> None:
-    module = language_model()
-    partitions = [module[:1], module[1:3], module[3:]]
-    cpu, meta = torch.device("cpu"), torch.device("meta")
-    assert borrowed(partitions, [cpu, meta, meta]) == ((), (), (module[0].weight,))
-    assert borrowed(partitions, [cpu, meta, cpu]) == ((), (), ())
-    assert borrowed(partitions, [meta, cpu, cpu]) == ((), (), (module[0].weight,))
 
 
 def test_a_substitute_is_found_inside_of_lists_tuples_dicts_and_keywords() -> None:

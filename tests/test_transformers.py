@@ -148,31 +148,6 @@ def test_a_mean_over_labels_is_the_same_where_the_model_does_not_take_their_numb
     )  # fmt: skip
 
 
-class Measures(nn.Module):
-    """A model that computes a loss of its rows, which have no labels."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.last = nn.Linear(4, 4).double(), nn.Linear(4, 1).double()
-
-    def forward(self, x: torch.Tensor, return_loss: bool = True) -> dict[str, torch.Tensor]:
-        y = self.last(self.first(x).tanh())
-        return {"loss": y.square().mean(), "y": y}
-
-
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_loss_without_labels_is_a_mean_over_rows(tmp_path: Path, accumulate: int) -> None:
-    generator = torch.Generator().manual_seed(1)
-    data = [{"x": x} for x in torch.randn(24, 4, generator=generator, dtype=torch.float64)]
-    assert_same(
-        *both(
-            tmp_path, Measures, ["last"], train=data, eval=data[:7], label_names=[],
-            gradient_accumulation_steps=accumulate,
-        )  # fmt: skip
-    )
-
-
 def test_a_scaler_of_the_accelerator_scales_the_gradients(tmp_path: Path) -> None:
     """The accelerator has one for half precision on GPUs."""
     batch = torch.utils.data.default_collate(rows(6))
@@ -216,23 +191,6 @@ def test_the_schedule_is_the_one_that_was_chosen(tmp_path: Path) -> None:
         args = arguments(tmp_path, max_steps=2)
         PipeTrainer(pipe, args, schedule=schedule, train_dataset=rows(12)).train()
     assert set(seen) == {(4, 2)}
-
-
-def test_after_an_evaluation_in_between_the_pipe_trains_again(tmp_path: Path) -> None:
-    modes = []
-
-    class Watch(transformers.TrainerCallback):  # type: ignore[misc,name-defined,unused-ignore]
-        def on_step_end(self, *_: Any, model: Any, **__: Any) -> None:
-            modes.append((pipe.training, model.training))
-
-        def on_prediction_step(self, *_: Any, model: Any, **__: Any) -> None:
-            modes.append((pipe.training, model.training))
-
-    with pipe_of(build()) as pipe:
-        args = arguments(tmp_path, max_steps=2, eval_strategy="steps", eval_steps=1)
-        data = {"train_dataset": rows(12), "eval_dataset": rows(3)}
-        PipeTrainer(pipe, args, callbacks=[Watch()], **data).train()
-    assert modes == [(True, True), (False, False)] * 2
 
 
 @pytest.mark.multi_gpu
@@ -290,10 +248,6 @@ def test_autocast_is_that_of_the_plain_trainer(tmp_path: Path) -> None:
     assert piped.model.lm_head.weight.dtype == torch.float32
 
 
-def test_activations_may_be_recomputed_by_the_library(tmp_path: Path) -> None:
-    assert_same(*both(tmp_path, gradient_checkpointing=True))
-
-
 def test_predictions_are_those_of_the_plain_trainer(tmp_path: Path) -> None:
     data = [{name: row[name] for name in ("input_ids", "attention_mask")} for row in rows(7)]
     plain = transformers.Trainer(build(), arguments(tmp_path)).predict(data)
@@ -326,20 +280,3 @@ def test_options_that_a_pipe_cannot_support_are_refused(
 def test_an_optimizer_that_steps_in_the_backward_is_refused(tmp_path: Path) -> None:
     with pipe_of(build()) as pipe, pytest.raises(ValueError, match="optim='adalomo' takes its"):
         PipeTrainer(pipe, arguments(tmp_path, optim="adalomo"))
-
-
-def test_labels_that_a_function_needs_must_be_there(tmp_path: Path) -> None:
-    data = [{"input_ids": row["input_ids"]} for row in rows(6)]
-    with pipe_of(build()) as pipe:
-        args = arguments(tmp_path)
-        trainer = PipeTrainer(pipe, args, train_dataset=data, compute_loss_func=lambda *_: None)
-        with pytest.raises(ValueError, match=r"needs a tensor 'labels'.*only \['input_ids'\]"):
-            trainer.train()
-
-
-def test_a_model_without_a_loss_is_refused(tmp_path: Path) -> None:
-    data = [{"input_ids": row["input_ids"]} for row in rows(6)]
-    with pipe_of(build()) as pipe:
-        trainer = PipeTrainer(pipe, arguments(tmp_path), train_dataset=data)
-        with pytest.raises(ValueError, match=r"has returned no loss; give rows with 'labels'"):
-            trainer.train()

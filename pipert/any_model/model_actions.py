@@ -89,7 +89,7 @@ def _differentiate(
             refuse_through(unseen, behind.leaves)
         leaves = behind.leaves
         refuse_hooked(cut, leaves)
-        found = gradients_of((*xs, *leaves), ys, dys, behind)
+        found = gradients_of(stage, (*xs, *leaves), ys, dys, behind)
     inputs = []
     for (_, source), dx in zip(part.entries, found, strict=False):
         if source.edge is None:

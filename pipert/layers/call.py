@@ -236,6 +236,10 @@ class Layers:
         compute, buffers = begin(), self._snapshot.buffers
         return compute() if buffers is None else buffers.keep_during(compute)
 
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Iterate over the parameters of the layers."""
+        return self._partition.parameters()
+
     def backward(self, i: int, differentiate: Callable[..., Value], *args: Any) -> Value:
         """Call ``differentiate(*args)``: ``B[i,j]`` of a step."""
         return differentiate(*args)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from operator import attrgetter
 from typing import Any
 
@@ -11,12 +12,14 @@ from torch import Tensor
 
 from pipert.autograd import order
 from pipert.autograd.engine import differentiate
-from pipert.autograd.leaves import Behind, leaves_behind
+from pipert.autograd.leaves import Behind, is_in_python, leaves_behind
 from pipert.autograd.recompute import Graph
 from pipert.layers.nested_checkpoint import refuse_reentrant_checkpoint
 from pipert.schedules.action import BACKWARD, Action
+from pipert.stage.inner_backward import taking_gradients
 from pipert.stage.stage import Stage
 from pipert.stage.step_boundary import Kept, StepBoundary
+from pipert.workers.context import NOTHING
 
 __all__: list[str] = []
 
@@ -45,16 +48,18 @@ def differentiate_stage(
     notifier = stage.run.notifier
     dxs: Gradients
     if notifier.recorder is None:
-        dxs = stage.layers.backward(i, _differentiate, cut, i, kept, dys)
+        dxs = stage.layers.backward(i, _differentiate, stage, cut, i, kept, dys)
     else:
         with notifier.recorded(Action(BACKWARD, i, stage.place.j), stage.place.device):
-            dxs = stage.layers.backward(i, _differentiate, cut, i, kept, dys)
+            dxs = stage.layers.backward(i, _differentiate, stage, cut, i, kept, dys)
     return dxs
 
 
-def _differentiate(cut: StepBoundary, i: int, kept: Kept, dys: Gradients) -> Gradients:
+def _differentiate(
+    stage: Stage, cut: StepBoundary, i: int, kept: Kept, dys: Gradients
+) -> Gradients:
     for graph in kept.graphs:  # that of the loss first
-        dys, leaves, gradients = _differentiate_graph(cut, graph, dys)
+        dys, leaves, gradients = _differentiate_graph(stage, cut, graph, dys)
         if graph is kept.graphs[-1]:
             cut.copies.let_others_copy(i)  # before the sums: the copy needs none of them
         cut.gradients.add(leaves, gradients)
@@ -62,7 +67,7 @@ def _differentiate(cut: StepBoundary, i: int, kept: Kept, dys: Gradients) -> Gra
 
 
 def _differentiate_graph(
-    cut: StepBoundary, graph: Graph, dys: Gradients
+    stage: Stage, cut: StepBoundary, graph: Graph, dys: Gradients
 ) -> tuple[Gradients, Sequence[Tensor], Gradients]:
     """Return the gradients of the graph's inputs; its leaves, and their gradients."""
     pairs = [(y, dy) for y, dy in zip(graph.ys, dys, strict=True) if dy is not None]
@@ -72,7 +77,7 @@ def _differentiate_graph(
     behind = leaves_behind(map(_node, ys), [order.ENTRANCE], cut.numbers())
     leaves = behind.leaves
     refuse_hooked(cut, leaves)
-    found = gradients_of((*graph.xs, *leaves), ys, given, behind)
+    found = gradients_of(stage, (*graph.xs, *leaves), ys, given, behind)
     dxs = tuple([None if dx is None else alone(dx) for dx in found[: len(graph.xs)]])
     return dxs, leaves, found[len(graph.xs) :]
 
@@ -81,6 +86,7 @@ _node: Callable[[Any], Any] = attrgetter("node")
 
 
 def gradients_of(
+    stage: Stage,
     wanted: Sequence[Any],
     ys: Sequence[Any],
     dys: Sequence[Tensor],
@@ -91,14 +97,24 @@ def gradients_of(
     ``behind`` is the graph behind ``ys``. It is retained if other micro-batches go backward through
     a part of it, which is the caller's.
     """
+    assert stage.cut is not None
+    inner: AbstractContextManager[object] = NOTHING
+    kinds = [kind for kind in {*map(type, behind.nodes)} if kind.__name__ not in _ENGINELESS]
+    if is_in_python(kinds):
+        inner = taking_gradients(stage.layers.parameters(), stage.cut.gradients)
     try:
-        return differentiate(ys, wanted, dys, retain_graph=bool(behind.others))
+        with inner:
+            return differentiate(ys, wanted, dys, retain_graph=bool(behind.others))
     except BaseException as error:
         # When a node raises, its thread keeps the nodes that were ready until its next backward.
         torch.autograd.backward(torch.ones((), device="cpu", requires_grad=True))
         if isinstance(error, RuntimeError):
             refuse_reentrant_checkpoint(error)
         raise
+
+
+_ENGINELESS = ("_EnterBackward", "CompiledFunctionBackward")
+"""Functions written in Python whose backward is known to call no engine."""
 
 
 def refuse_hooked(cut: StepBoundary, leaves: Iterable[Tensor]) -> None:

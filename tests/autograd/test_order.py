@@ -61,59 +61,6 @@ def join(xs: tuple[Tensor, ...], token: Tensor) -> tuple[Tensor, ...]:
 # One of each.
 
 
-def test_fork_leaves_the_values() -> None:
-    x = leaf()
-    (y,), _ = fork((x,))
-    assert torch.equal(y, x)
-
-
-def test_token_holds_no_data() -> None:
-    _, token = fork((leaf(),))
-    assert token.numel() == 0
-
-
-def test_token_belongs_to_the_graph() -> None:
-    _, token = fork((leaf(),))
-    assert token.requires_grad
-
-
-def test_join_leaves_the_values() -> None:
-    x = leaf()
-    _, token = fork((leaf(),))
-    (y,) = join((x,), token)
-    assert torch.equal(y, x)
-
-
-def test_fork_and_join_share_the_memory_of_their_inputs() -> None:
-    x = leaf()
-    (forked,), token = fork((x,))
-    (joined,) = join((forked,), token)
-    assert joined.data_ptr() == x.data_ptr()
-
-
-def test_gradients_pass_fork_and_join_as_they_are() -> None:
-    x, y = leaf(), leaf()
-    (forked,), token = fork((x,))
-    (joined,) = join((y,), token)
-    backward(3 * forked, 5 * joined)
-    assert x.grad == 3 and y.grad == 5
-
-
-def test_unused_output_of_a_fork_gets_no_gradient() -> None:
-    x, unused = leaf(), leaf()
-    (y, _), _ = fork((x, unused))
-    backward(y)
-    assert unused.grad is None
-
-
-def test_unused_output_of_a_join_gets_no_gradient() -> None:
-    x, unused = leaf(), leaf()
-    _, token = fork((leaf(),))
-    y, _ = join((x, unused), token)
-    backward(y)
-    assert unused.grad is None
-
-
 def test_output_of_a_fork_may_be_changed_in_place() -> None:
     x = leaf()
     (y,), _ = fork((x * 1,))
@@ -176,25 +123,6 @@ def test_join_makes_the_backward_of_the_forked_value_wait() -> None:
     assert log == [1, 0]
 
 
-def test_backward_of_the_forked_value_waits_for_all_joined_values() -> None:
-    log: list[Any] = []
-    (first,), token = on_new_thread(lambda: fork((noted(log, 0, leaf()),)), nodes_before=100)
-
-    def join_two() -> list[Tensor]:
-        x, y = join((leaf() * 1, leaf() * 1), token)
-        return [noted(log, 1, x), noted(log, 2, y)]
-
-    backward(first, *on_new_thread(join_two, nodes_before=0))
-    assert log == [2, 1, 0]
-
-
-def test_token_that_was_never_joined_holds_nothing_up() -> None:
-    x = leaf()
-    (y,), _ = fork((x,))
-    backward(y)
-    assert x.grad is not None
-
-
 def test_token_that_is_handed_from_fork_to_fork_orders_as_well() -> None:
     log: list[Any] = []
     outputs, token = [], None
@@ -203,17 +131,6 @@ def test_token_that_is_handed_from_fork_to_fork_orders_as_well() -> None:
         outputs.append(y)
     backward(*outputs)
     assert log == [4, 3, 2, 1, 0]
-
-
-def test_fork_that_takes_a_token_makes_the_fork_of_that_token_wait() -> None:
-    log: list[int] = []
-    (first,), token = on_new_thread(lambda: fork((leaf(),)), nodes_before=100)
-    (second,), _ = on_new_thread(lambda: fork((leaf(),), token), nodes_before=0)
-    for i, y in enumerate((first, second)):
-        assert y.grad_fn is not None
-        y.grad_fn.register_prehook(lambda _, i=i: log.append(i))
-    backward(first, second)
-    assert log == [1, 0]
 
 
 # The order of a pipe's tasks.

@@ -8,15 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from _ablation import Components, ComputeStreams, only, through_all_between
+from _ablation import Components, only
 from torch import Tensor, nn
 
 from pipert import Pipe
-from pipert.autograd import streams
 from pipert.skip import pop, skippable, stash
 from pipert.skip.routes import routes
-from pipert.skip.store import ABSENT
-from pipert.stage.assembly import Layered
 
 EVERY = [Components(*on) for on in itertools.product([True, False], repeat=3)]
 PLACES = [
@@ -89,18 +86,6 @@ def test_results_are_the_same_without_each_part(
     torch.testing.assert_close(results[0], results[1])
 
 
-def test_the_pipe_is_restored_afterwards() -> None:
-    with Pipe(model(), [2] * 5, devices=["cpu"] * 5) as pipe:
-        runtime = pipe._runtime
-        before = runtime._streams, runtime.model
-        with only(pipe, Components(False, False, False)):
-            assert type(runtime._streams) is ComputeStreams
-            assert isinstance(runtime.model, Layered) and runtime.model.skips[1].leaving
-        assert (runtime._streams, runtime.model) == before
-        y = pipe(torch.ones(1, 4))
-    assert isinstance(y, Tensor)
-
-
 def test_direct_skips_touch_no_partition_in_between() -> None:
     with Pipe(model(), [2] * 5, devices=["cpu"] * 5) as pipe:
         skips = routes(pipe.partitions)
@@ -111,58 +96,3 @@ def test_direct_skips_touch_no_partition_in_between() -> None:
         ((), ()),
         ((((None, "skip"), 0),), ()),
     ]
-
-
-def test_other_skips_go_through_every_partition_as_far_as_the_last_that_pops() -> None:
-    key = (None, "skip")
-    with Pipe(nn.Sequential(*model(), nn.Tanh()), [2, 2, 2, 2, 2, 1], devices=["cpu"] * 6) as pipe:
-        skips = through_all_between(pipe.partitions)
-    assert [[k for _, k in s.arriving] for s in skips] == [[], [0], [1], [2], [3], []]
-    assert [[k for _, k in s.leaving] for s in skips] == [[1], [2], [3], [4], [], []]
-    assert [s.pops.get(key) for s in skips] == [0, 0, 1, 0, 1, None]
-
-
-def test_a_skip_that_was_not_stashed_is_not_there_after_any_number_of_partitions() -> None:
-    with Pipe(model(), [2] * 5, devices=["cpu"] * 5) as pipe:
-        between = through_all_between(pipe.partitions)[1]
-    store = between.store([ABSENT])
-    assert store.send((None, "skip")) is ABSENT
-
-
-@pytest.mark.parametrize("fork_join", [True, False])
-def test_the_graph_has_no_order_without_fork_and_join(fork_join: bool) -> None:
-    with Pipe(nn.Sequential(nn.Linear(2, 2)), [1], devices=["cpu"], chunks=2) as pipe:
-        with only(pipe, Components(fork_join=fork_join)):
-            y = pipe(torch.ones(2, 2))
-    assert ("_ForkBackward" in nodes_behind(y)) == fork_join
-
-
-def nodes_behind(y: Tensor) -> set[str]:
-    names, left = set[str](), [y.grad_fn]
-    while left:
-        node = left.pop()
-        if node is not None:
-            names.add(node.name())
-            left += [child for child, _ in node.next_functions]
-    return names
-
-
-@pytest.mark.multi_gpu
-@pytest.mark.parametrize("copy_streams", [True, False])
-@pytest.mark.parametrize("train", [by_call, by_step])
-def test_copies_run_on_the_compute_streams_without_copy_streams(
-    train: Train, copy_streams: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    on: set[bool] = set()
-    copy = streams.copy
-
-    def watched(tensors: Any, device: torch.device, source: Any, target: Any, *reader: Any) -> Any:
-        there, here = (streams.compute_stream(of) for of in (tensors[0].device, device))
-        on.add(there == source and here == target)
-        return copy(tensors, device, source, target, *reader)
-
-    monkeypatch.setattr(streams, "copy", watched)
-    with Pipe(model(), [5, 5], devices=["cuda:0", "cuda:1"], chunks=3) as pipe:
-        with only(pipe, Components(copy_streams=copy_streams)):
-            train(pipe, torch.randn(6, 4, device="cuda:0"))
-    assert on == {not copy_streams}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from _simulator import Plan, Simulation, Transfer, checkpointed, simulate
+from _simulator import Plan, Simulation, Transfer, simulate
 
 CHAIN = (Transfer(0, 1, 10), Transfer(1, 2, 10))
 
@@ -50,13 +50,6 @@ def test_a_task_starts_when_its_input_is_there_and_not_when_the_diagonal_is_over
     assert times(found, "forward")[1, 1] == (11, 12)
 
 
-def test_backward_begins_with_the_last_micro_batch_on_the_last_partition() -> None:
-    found = times(run(3, 2), "backward")
-    assert sorted(found, key=lambda task: found[task]) == [
-        *((2, 1), (1, 1), (2, 0), (0, 1), (1, 0), (0, 0)),
-    ]
-
-
 def test_a_gpu_recomputes_while_the_gradient_is_on_its_way() -> None:
     found = run(2, 2, kept=2, latency=0.5)
     assert times(found, "forward")[1, 1] == (2.5, 3.5)
@@ -67,27 +60,10 @@ def test_a_gpu_recomputes_while_the_gradient_is_on_its_way() -> None:
     assert times(found, "backward")[1, 0] == (7.5, 9.5)
 
 
-def test_copies_take_latency_and_bytes_over_bandwidth() -> None:
-    found = run(1, 2, bandwidth=5.0, latency=1.0)
-    assert times(found, "copy") == {(0, 1): (1, 4), (0, 0): (7, 10)}
-    assert found.seconds == 12  # F, copy, F, B, copy, B: 1 + 3 + 1 + 2 + 3 + 2
-
-
-def test_with_copy_streams_copies_run_beside_computation() -> None:
-    found = run(3, 2, bandwidth=10.0)
-    assert times(found, "forward")[2, 0] == (2, 3)
-    assert times(found, "copy")[1, 1] == (2, 3)
-
-
 def test_without_copy_streams_a_copy_stops_both_devices() -> None:
     found = run(3, 2, bandwidth=10.0, copy_streams=False)
     assert [times(found, "forward")[i, 0] for i in range(3)] == [(0, 1), (2, 3), (4, 5)]
     assert [times(found, "forward")[i, 1] for i in range(3)] == [(2, 3), (4, 5), (6, 7)]
-
-
-def test_copies_between_the_same_devices_in_one_direction_wait_for_each_other() -> None:
-    found = times(run(2, 2, bandwidth=2.0), "copy")
-    assert [found[i, 1] for i in range(2)] == [(1, 6), (6, 11)]  # the second is ready at 2
 
 
 def test_a_skip_goes_straight_or_through_every_device_in_between() -> None:
@@ -97,16 +73,3 @@ def test_a_skip_goes_straight_or_through_every_device_in_between() -> None:
     ]
     hops = run(1, 3, transfers=skip, direct_skips=False).plan.hops()
     assert [(h.source, h.target, h.bytes) for h in hops] == [(0, 1, 110), (1, 2, 110)]
-
-
-def test_a_partition_waits_for_its_skip() -> None:
-    skip = (*CHAIN, Transfer(0, 2, 100))
-    found = run(1, 3, transfers=skip, bandwidth=10.0)
-    # F[0,0] 0-1, its output is copied 1-2 and its skip 2-12; F[0,1] 2-3, copied after the skip.
-    assert times(found, "forward")[0, 2] == (13, 14)
-
-
-@pytest.mark.parametrize(("mode", "kept"), [("always", 4), ("except_last", 3), ("never", 0)])
-def test_the_mode_says_how_many_micro_batches_are_recomputed(mode: str, kept: int) -> None:
-    assert checkpointed(mode, 4) == kept
-    assert len(times(run(4, 2, kept=kept), "recompute")) == 2 * kept

@@ -58,15 +58,6 @@ def test_loss_and_gradients_are_the_plain_modules(case: Case, way: Way) -> None:
     assert_equal(seven_layers(), case.balance, way, x, chunks=case.chunks)
 
 
-@pytest.mark.parametrize("balance", BALANCES, ids=len)
-@pytest.mark.parametrize("checkpoint", MODES)
-def test_a_call_may_have_no_rows(balance: list[int], checkpoint: str) -> None:
-    module, x = seven_layers(), batch(0, requires_grad=True)
-    assert_equal(module, balance, Way(CALL, checkpoint), x, loss_fn=lambda y, _: y.sum())
-    with piped(module, balance, Way(CALL, checkpoint)) as pipe:
-        same(pipe(x), module(x))
-
-
 @pytest.mark.pairwise
 @each_way
 @cases
@@ -162,27 +153,6 @@ def test_a_call_may_have_everything_frozen(checkpoint: str, requires_grad: bool)
     module = seven_layers().requires_grad_(False)
     assert_equal(module, [3, 4], Way(CALL, checkpoint), batch(7, requires_grad))
     assert set(grads_of(module).values()) == {None}
-
-
-@each_way
-def test_a_frozen_model_gives_its_input_a_gradient(way: Way) -> None:
-    module = seven_layers().requires_grad_(False)
-    assert_equal(module, [2, 1, 4], way, batch(7, requires_grad=True))
-
-
-@each_way
-def test_one_parameter_of_a_layer_may_be_frozen(way: Way) -> None:
-    module = seven_layers()
-    module[2].bias.requires_grad_(False)
-    assert_equal(module, [3, 4], way, batch(7))
-
-
-@each_way
-def test_a_parameter_that_no_layer_uses_has_no_grad(way: Way) -> None:
-    module = seven_layers()
-    module[2].register_parameter("unused", nn.Parameter(torch.zeros(3)))
-    assert_equal(module, [3, 4], way, batch(7))
-    assert module[2].unused.grad is None
 
 
 @each_way

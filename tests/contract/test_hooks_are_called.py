@@ -25,8 +25,6 @@ from tests.contract.ways import (
 )
 from tests.layers import product
 
-Hook = Callable[[Tensor], Tensor | None]
-
 
 def model() -> Any:
     return nn.Sequential(linear(3, 4), nn.Tanh(), linear(4, 4), nn.ReLU(inplace=True), linear(4, 2))
@@ -72,16 +70,6 @@ def test_a_tensor_hook_of_a_parameter_gets_the_whole_gradient_once(way: Way) -> 
 
 
 @each_way
-def test_a_tensor_hook_may_change_the_gradient(way: Way) -> None:
-    def hook(module: Any) -> None:
-        module[0].weight.register_hook(lambda grad: grad * 2)
-        module[4].bias.register_hook(lambda grad: grad.clamp(max=0.1))
-
-    module, plain = both(way, hook)
-    same(grads_of(module), grads_of(plain))
-
-
-@each_way
 def test_a_hook_after_accumulation_is_called_once_and_finds_the_whole_gradient(way: Way) -> None:
     seen: dict[int, list[Any]] = {}
 
@@ -97,23 +85,6 @@ def test_a_hook_after_accumulation_is_called_once_and_finds_the_whole_gradient(w
     for one, other in zip(module.parameters(), plain.parameters(), strict=True):
         assert len(seen[id(one)]) == 1
         same(seen[id(one)], seen[id(other)])
-
-
-@each_way
-def test_a_hook_may_update_its_parameter(way: Way) -> None:
-    """As an optimizer that steps in the backward does."""
-    def update(parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        parameter.data.sub_(parameter.grad, alpha=0.1)
-        parameter.grad = None
-
-    def hook(module: Any) -> None:
-        for parameter in module.parameters():
-            parameter.register_post_accumulate_grad_hook(update)
-
-    module, plain = both(way, hook)
-    same(dict(module.state_dict()), dict(plain.state_dict()))
-    assert set(grads_of(module).values()) == {None}
 
 
 @each_way
@@ -176,25 +147,6 @@ def test_a_hook_of_a_parameter_that_partitions_share_gets_the_sum_once(
     plain_step(plain, x)
     assert len(seen) == 2
     same(seen[0], seen[1])
-    same(grads_of(module), grads_of(plain))
-
-
-@each_way
-def test_a_hook_that_was_removed_is_not_called(way: Way) -> None:
-    def hook(module: Any) -> None:
-        module[0].weight.register_hook(lambda grad: grad * 2).remove()
-
-    module, plain = both(way, hook)
-    same(grads_of(module), grads_of(plain))
-
-
-@each_way
-def test_a_parameter_with_a_hook_may_be_frozen(way: Way) -> None:
-    def hook(module: Any) -> None:
-        module[2].weight.register_hook(lambda grad: grad * 2)
-        module[2].weight.requires_grad_(False)
-
-    module, plain = both(way, hook)
     same(grads_of(module), grads_of(plain))
 
 
@@ -312,15 +264,6 @@ def test_a_hook_of_a_parameter_of_the_loss_is_refused_or_called_once(schedule: s
 # Hooks of modules, which see micro-batches as in a call of the pipe.
 
 
-@each_way
-def test_forward_hooks_of_a_layer_are_called_for_each_micro_batch(way: Way) -> None:
-    rows: list[int] = []
-    module = model()
-    module[2].register_forward_hook(lambda _, args, output: rows.append(len(output)))
-    step(module, Way(way.schedule, "never"), batch(7))
-    assert sorted(rows) == [2, 2, 3]
-
-
 @pytest.mark.pairwise
 @each_way
 @pytest.mark.parametrize("layer", [0, 2, 4])
@@ -339,17 +282,6 @@ def test_full_backward_hooks_of_a_layer_see_the_gradients_of_each_micro_batch(
         parts.reverse()  # they go back from the last micro-batch
     assert [len(dy) for _, dy in parts] == [3, 2, 2]
     same([torch.cat(part) for part in zip(*parts, strict=True)], list(whole[0]))
-
-
-@each_way
-def test_a_full_backward_hook_may_change_the_gradient_of_the_input(way: Way) -> None:
-    module, x = not_in_place(), batch(7)
-    plain = copy.deepcopy(module)
-    for one in (module, plain):
-        one[2].register_full_backward_hook(lambda _, dx, dy: (dx[0] * 2,))
-    step(module, way, x)
-    plain_step(plain, x)
-    same(grads_of(module), grads_of(plain))
 
 
 @each_way

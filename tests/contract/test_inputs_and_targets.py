@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections import UserDict
-from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -46,13 +44,6 @@ def in_two(module: nn.Sequential, way: Way, chunks: int = 3) -> Pipe:
 
 
 @each_way
-def test_several_positional_arguments_reach_the_first_layer(way: Way) -> None:
-    module = nn.Sequential(nn.Bilinear(3, 3, 4, dtype=torch.float64), nn.Tanh(), linear(4, 2))
-    xs = batch(7, requires_grad=True), batch(7, requires_grad=True)
-    assert_equal(module, [1, 2], way, *xs)
-
-
-@each_way
 def test_keyword_arguments_reach_the_first_layer(way: Way) -> None:
     first = Apply(lambda x, *, shift, factor: x * factor + shift["by"])
     module = nn.Sequential(first, linear(3, 4), linear(4, 2))
@@ -65,19 +56,6 @@ def test_arguments_that_are_no_tensors_reach_each_micro_batch(way: Way) -> None:
     first = Apply(lambda x, power, flag, nothing: x**power if flag and nothing is None else x)
     module = nn.Sequential(first, linear(3, 4))
     assert_equal(module, [1, 1], way, batch(7, requires_grad=True), 3, True, None)
-
-
-@each_way
-def test_one_of_two_arguments_may_require_a_gradient(way: Way) -> None:
-    module = nn.Sequential(Apply(torch.mul), linear(3, 4), linear(4, 2))
-    assert_equal(module, [2, 1], way, batch(7), batch(7, requires_grad=True))
-
-
-@each_way
-def test_an_argument_that_is_not_used_has_no_gradient(way: Way) -> None:
-    module = nn.Sequential(Apply(lambda x, unused: x), linear(3, 4))
-    unused = batch(7, requires_grad=True)
-    assert_equal(module, [1, 1], way, batch(7, requires_grad=True), unused)
 
 
 @each_way
@@ -100,30 +78,6 @@ def test_a_replicated_argument_gets_the_gradient_of_all_micro_batches(way: Way) 
         take_step(pipe, way, x, Replicate(weight))
     mean(layers[1](x @ own), None).backward()
     same(weight.grad, own.grad)
-
-
-@each_way
-def test_a_0_dimensional_argument_gets_the_gradient_of_all_micro_batches(way: Way) -> None:
-    module = nn.Sequential(Apply(torch.mul), linear(3, 4), linear(4, 2))
-    factor = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
-    assert_equal(module, [1, 2], way, batch(7), factor)
-
-
-@each_way
-def test_a_mapping_is_an_argument_like_a_dict(way: Way) -> None:
-    first = Apply(lambda tokens: tokens.data["x"] * tokens["more"]["scale"])
-    module = nn.Sequential(first, linear(3, 4), nn.Tanh(), linear(4, 2))
-    more = MappingProxyType({"scale": batch(7), "name": "scales"})
-    assert_equal(module, [1, 2, 1], way, UserDict(x=batch(7), more=more))
-
-
-@each_way
-def test_gradients_of_rows_in_a_mapping_go_on_into_the_callers_graph(way: Way) -> None:
-    module, x = nn.Sequential(Apply(lambda v: v["x"]), linear(3, 2)), batch(7, requires_grad=True)
-    (expected,) = torch.autograd.grad(mean(module({"x": x.exp()}), None), x)
-    with piped(module, [1, 1], way) as pipe:
-        take_step(pipe, way, UserDict(x=x.exp()))
-    same(x.grad, expected)
 
 
 # The caller's graph.
@@ -165,30 +119,6 @@ def test_hooks_of_a_leaf_input_are_called_once_and_may_change_its_gradient(way: 
     assert own.grad is not None
     same(x.grad, own.grad * 2)
     assert calls == ["tensor", "accumulated"]
-
-
-@each_way
-def test_two_inputs_of_one_graph_go_back_together(way: Way) -> None:
-    """The graph between them is freed by the first backward that goes through it."""
-    layers = [Apply(torch.mul), linear(3, 4), linear(4, 2)]
-    x = batch(7, requires_grad=True)
-    own = x.detach().clone().requires_grad_()
-    hidden, other = x.exp(), own.exp()
-    with Pipe(nn.Sequential(*layers), [1, 2], devices=["cpu"] * 2, chunks=3) as pipe:
-        take_step(pipe, way, hidden.sin(), hidden.cos())
-    output = layers[2](layers[1](other.sin() * other.cos()))
-    mean(output, None).backward()
-    same(x.grad, own.grad)
-
-
-@each_way
-def test_an_input_that_is_a_parameter_of_the_model_gets_both_gradients(way: Way) -> None:
-    module = nn.Sequential(linear(3, 3), nn.Tanh(), linear(3, 3), nn.Tanh(), linear(3, 2))
-    plain = copy.deepcopy(module)
-    with in_two(module, way) as pipe:
-        take_step(pipe, way, module[0].weight)
-    mean(plain(plain[0].weight), None).backward()
-    same(grads_of(module), grads_of(plain))
 
 
 @pytest.mark.pairwise
@@ -242,31 +172,6 @@ def test_a_target_may_be_a_pytree(way: Way) -> None:
 
 
 @ways
-def test_a_target_may_be_a_mapping(way: Way) -> None:
-    target = UserDict(y=torch.randn(7, 2, dtype=torch.float64))
-
-    def loss(y: Tensor, t: Any) -> Any:
-        return F.mse_loss(y, t["y"])
-
-    assert_equal(model(), [2, 3], way, batch(7), target=target, loss_fn=loss)
-
-
-@ways
-def test_a_tensor_may_be_both_argument_and_target(way: Way) -> None:
-    module, x = nn.Sequential(linear(3, 4), nn.Tanh(), linear(4, 3)), batch(7, requires_grad=True)
-    (expected,) = torch.autograd.grad(mse_loss(module(x), x), x)
-    with piped(module, [1, 2], way) as pipe:
-        take_step(pipe, way, x, target=x, loss_fn=F.mse_loss)
-    same(x.grad, expected)
-
-
-@ways
-def test_integer_targets_are_split_by_rows(way: Way) -> None:
-    target = torch.randint(0, 2, (7,))
-    assert_equal(model(), [2, 3], way, batch(7), target=target, loss_fn=F.cross_entropy)
-
-
-@ways
 def test_each_micro_batch_gets_a_replicated_target_whole(way: Way) -> None:
     prototypes = torch.randn(9, 2, dtype=torch.float64)
 
@@ -316,26 +221,6 @@ def test_gradients_of_targets_go_on_into_the_callers_graph(way: Way, chunks: int
     same(grads_of(module), grads_of(plain))
 
 
-@ways
-def test_input_and_target_may_come_from_one_graph(way: Way) -> None:
-    before, module, x = linear(3, 3), model(3), batch(7)
-    plain_before, plain = copy.deepcopy(before), copy.deepcopy(module)
-    hidden, own = before(x).exp(), plain_before(x).exp()
-    with piped(module, [1, 2], way) as pipe:
-        target = hidden[:, :1].cos()
-        take_step(pipe, way, hidden.sin(), target=target, loss_fn=lambda y, t: mean(y * t, None))
-    mean(plain(own.sin()) * own[:, :1].cos(), None).backward()
-    same(grads_of(before), grads_of(plain_before))
-    same(grads_of(module), grads_of(plain))
-
-
-@ways
-def test_rows_of_arguments_and_target_must_agree(way: Way) -> None:
-    with in_two(model(), way) as pipe:
-        with pytest.raises(ValueError, match=r"args\[0\] has 7 and .*target.* has 6"):
-            take_step(pipe, way, batch(7), target=torch.zeros(6, 2), loss_fn=F.mse_loss)
-
-
 # Refusals.
 
 
@@ -370,13 +255,6 @@ def test_a_loss_that_depends_on_nothing_is_refused(frozen: bool) -> None:
             pipe.forward_backward(batch(7), loss_fn=lambda y, _: y.detach().mean())
 
 
-def test_a_complex_loss_is_refused() -> None:
-    module = nn.Sequential(linear(3, 4), linear(4, 2))
-    with Pipe(module, [1, 1], devices=["cpu"] * 2) as pipe:
-        with pytest.raises(TypeError, match="loss_fn must return a real number"):
-            pipe.forward_backward(batch(7), loss_fn=lambda y, _: (y * 1j).mean())
-
-
 @ways
 def test_the_loss_of_a_micro_batch_may_be_a_constant(way: Way) -> None:
     """For example, if none of its rows count."""
@@ -405,16 +283,3 @@ def test_a_first_layer_that_takes_a_keyword_of_the_call_is_refused() -> None:
     with Pipe(nn.Sequential(Takes(), linear(3, 2)), [1, 1], devices=["cpu"] * 2) as pipe:
         with pytest.raises(TypeError, match="target"):
             pipe.forward_backward(batch(7), target=batch(7), loss_fn=mse_loss)
-
-
-@pytest.mark.layered  # a model is never without
-def test_a_pipe_without_layers_is_refused() -> None:
-    with Pipe(nn.Sequential(), [], devices=["cpu"]) as pipe:
-        with pytest.raises(ValueError, match="a pipe without layers"):
-            pipe.forward_backward(batch(7), loss_fn=mean)
-
-
-def test_an_unknown_schedule_is_refused() -> None:
-    with in_two(model(), Way("1f1b", "never")) as pipe:
-        with pytest.raises(ValueError, match=r"schedule must be one of \['gpipe', '1f1b', "):
-            pipe.forward_backward(batch(7), loss_fn=mean, schedule="2f2b")

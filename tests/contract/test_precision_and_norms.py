@@ -63,22 +63,6 @@ def test_one_micro_batch_under_autocast_has_the_bits_of_the_plain_module(
     same(grads_of(module), grads_of(plain), rtol=0, atol=0)
 
 
-@half
-@ways
-def test_micro_batches_under_autocast_have_the_gradients_of_a_forward_and_a_backward(
-    dtype: torch.dtype, way: Way
-) -> None:
-    module, other = perceptron(), perceptron()
-    x, y = rows(8)
-    with piped(module, way, chunks=4) as pipe, torch.autocast("cpu", dtype):
-        pipe.forward_backward(x, target=y, loss_fn=loss_of, schedule=way.schedule)
-    with piped(other, way, chunks=4) as pipe:
-        with torch.autocast("cpu", dtype):
-            loss = loss_of(pipe(x), y)
-        loss.backward()
-    same(grads_of(module), grads_of(other), rtol=1e-2, atol=2e-3)
-
-
 @pytest.mark.parametrize("cache", [True, False])
 def test_layers_and_the_loss_run_under_the_callers_autocast(cache: bool) -> None:
     dtypes: dict[str, set[Any]] = {"layer": set(), "loss": set()}
@@ -121,25 +105,6 @@ def test_a_step_after_an_update_uses_the_new_weights_under_autocast(way: Way) ->
 # Loss scaling.
 
 
-@pytest.mark.pairwise
-@ways
-@pytest.mark.parametrize(
-    "scale", [8, 8.0, torch.tensor(8.0), torch.tensor(8), torch.tensor([8.0])],
-    ids=["int", "float", "tensor", "integer tensor", "tensor of shape (1,)"],
-)  # fmt: skip
-def test_gradients_are_scaled_and_the_loss_is_not(scale: Any, way: Way) -> None:
-    module = nn.Sequential(linear(3, 4), nn.Tanh(), linear(4, 2))
-    plain, x = copy.deepcopy(module), batch(7, requires_grad=True)
-    own = x.detach().clone().requires_grad_()
-    with piped(module, way) as pipe:
-        loss = pipe.forward_backward(x, loss_fn=mean, schedule=way.schedule, loss_scale=scale)
-    expected = mean(plain(own), None)
-    (expected * 8).backward()
-    same(loss, expected.detach())
-    same(grads_of(module), grads_of(plain))
-    same(x.grad, own.grad)
-
-
 @pytest.mark.multi_gpu
 @pytest.mark.parametrize("home", ["cpu", "cuda:0", "cuda:1"])
 @pytest.mark.parametrize("last", ["cpu", "cuda:0", "cuda:1"])
@@ -156,30 +121,6 @@ def test_a_loss_scale_may_be_on_any_device_and_be_written_after_the_step(
         pipe.forward_backward(x, loss_fn=mean_square, loss_scale=scale)
         scale.fill_(1e6)
     (mean_square(plain(x), None) * 8).backward()
-    for parameter, own in zip(module.parameters(), plain.parameters(), strict=True):
-        assert parameter.grad is not None
-        same(parameter.grad.cpu(), own.grad)
-
-
-@pytest.mark.multi_gpu
-@pytest.mark.parametrize("kind", ["mean", "sum"])
-@pytest.mark.parametrize("there", ["cpu", "cuda:0", "cuda:1"])
-@pytest.mark.parametrize("home", ["cpu", "cuda:0", "cuda:1"])
-def test_a_loss_may_be_on_another_device_than_its_scale(there: str, home: str, kind: str) -> None:
-    def loss_fn(y: Tensor, _: None) -> Any:
-        squares = y.square().to(there)
-        return squares.mean() if kind == "mean" else squares.sum()
-
-    module = nn.Sequential(linear(3, 4), nn.Tanh(), linear(4, 2))
-    plain, x = copy.deepcopy(module), batch(7)
-    scale = torch.full((), 8.0, dtype=x.dtype, device=home)
-    with Pipe(module, [2, 1], devices=["cuda:0", "cuda:1"], chunks=3) as pipe:
-        loss = pipe.forward_backward(
-            x, loss_fn=loss_fn, loss_scale=scale, denominator=None if kind == "mean" else 14
-        )
-    expected = plain(x).square().mean()
-    (expected * 8).backward()
-    same(loss, expected.detach().to(there))
     for parameter, own in zip(module.parameters(), plain.parameters(), strict=True):
         assert parameter.grad is not None
         same(parameter.grad.cpu(), own.grad)
@@ -254,16 +195,6 @@ def test_a_grad_scaler_scales_skips_and_grows_as_without_a_pipe(poisoned: int, w
     same(dict(module.state_dict()), dict(plain.state_dict()))
 
 
-def test_a_grad_scaler_that_is_off_scales_nothing() -> None:
-    module = nn.Sequential(linear(3, 3), nn.Tanh(), linear(3, 2))
-    plain, x = copy.deepcopy(module), batch(7)
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
-    with piped(module, Way("1f1b", "never")) as pipe:
-        pipe.forward_backward(x, loss_fn=mean, loss_scale=scaler)
-    mean(plain(x), None).backward()
-    same(grads_of(module), grads_of(plain))
-
-
 # BatchNorm.
 
 
@@ -271,22 +202,6 @@ def normalised() -> nn.Sequential:
     torch.manual_seed(2)
     norms = [nn.BatchNorm1d(4, dtype=torch.float64) for _ in range(2)]
     return nn.Sequential(linear(3, 4), norms[0], nn.Tanh(), linear(4, 4), norms[1], linear(4, 2))
-
-
-@pytest.mark.pairwise
-@ways
-@pytest.mark.parametrize("deferred", [True, False], ids=["deferred", "each micro-batch"])
-def test_running_statistics_are_those_of_a_call(deferred: bool, way: Way) -> None:
-    module, other = normalised(), normalised()
-    xs = [batch(8), batch(7)]
-    with piped(module, way, 3, deferred_batch_norm=deferred) as pipe:
-        for x in xs:
-            pipe.forward_backward(x, loss_fn=mean, schedule=way.schedule)
-    with piped(other, way, 3, deferred_batch_norm=deferred) as pipe:
-        for x in xs:
-            mean(pipe(x), None).backward()
-    same(dict(module.named_buffers()), dict(other.named_buffers()), rtol=0, atol=0)
-    same(grads_of(module), grads_of(other))
 
 
 @each_way

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import threading
 from functools import partial
 from typing import Any
 
@@ -124,27 +123,6 @@ def test_the_gradients_of_steps_and_backwards_of_several_callers_add_up() -> Non
             assert torch.allclose(grad, parameter.grad, atol=1e-5)
 
 
-def has_failed(pipe: Pipe, how: str, caller: int) -> bool:
-    """Tells whether a step fails, and drops its error at once."""
-    try:
-        act(pipe, how, caller)
-    except Failure:
-        return True
-    return False
-
-
-@pytest.mark.parametrize(("how", "phase"), [(CALL, "recomputation"), ("1f1b", "backward")])
-def test_nothing_is_left_of_callers_that_all_failed_at_once(how: str, phase: str) -> None:
-    fails: Fails = {(caller, phase, caller % 2): Failure() for caller in range(4)}
-    layers = [Scale(j, fails) for j in range(2)]
-    with Pipe(nn.Sequential(*layers), [1, 1], devices=["cpu"] * 2, chunks=3) as pipe:
-        began = [Caller(partial(has_failed, pipe, how, caller), WAIT) for caller in range(4)]
-        assert [caller.result() for caller in began] == [True] * 4
-        fails.clear()
-        assert [layer.seen.left() for layer in layers] == [0, 0]
-        assert [layer.weight.grad for layer in layers] == [None, None]
-
-
 # Pipes in pipes -----------------------------------------------------------------------------------
 
 
@@ -202,22 +180,6 @@ def test_a_layer_that_calls_its_own_pipe_is_refused(phase: str, call: str) -> No
         assert pipe[0].weight.grad is None
 
 
-def test_a_hook_of_a_parameter_may_take_a_step_of_its_pipe() -> None:
-    """Hooks are called by the caller's thread, after the step."""
-    x = torch.rand(4, 3)
-    totals: list[Tensor] = []
-
-    def once(grad: Tensor) -> None:
-        handle.remove()
-        with torch.enable_grad():  # a backward is without
-            totals.append(pipe.forward_backward(x, loss_fn=lambda y, _: y.mean(), timeout=WAIT))
-
-    with Pipe(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), [1, 1], devices=["cpu"] * 2) as pipe:
-        handle = next(pipe[0].parameters()).register_hook(once)  # type: ignore[no-untyped-call]
-        total = pipe.forward_backward(x, loss_fn=lambda y, _: y.mean(), timeout=WAIT)
-    assert torch.equal(total, totals[0])
-
-
 def test_a_step_in_a_hook_of_the_callers_own_backward_is_right() -> None:
     x = torch.rand(4, 3)
     totals: list[Tensor] = []
@@ -252,41 +214,3 @@ def test_tasks_of_asyncio_get_their_own_rows_while_some_of_them_fail(how: str) -
             assert isinstance(result, Failure) and str(result) == str(caller)
         else:
             assert torch.allclose(result[0], loss(layers(batch(caller)), None).detach(), atol=1e-6)
-
-
-# Stress -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.layered  # counts threads
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2))
-def test_successful_steps_among_failing_ones_equal_the_plain_modules(seed: int) -> None:
-    draw = random.Random(seed)
-    fails: Fails = {}
-    layers = [Scale(j, fails) for j in range(3)]
-    plain = nn.Sequential(*layers)
-    before = threading.active_count()
-    with Pipe(plain, [1] * 3, devices=["cpu"] * 3, chunks=4) as pipe:
-        for caller in range(60):
-            pipe.checkpoint = draw.choice(MODES)
-            pipe.zero_grad()
-            fails.clear()
-            fails_now = draw.random() < 0.4
-            if fails_now:
-                fails[caller, draw.choice(["forward", "backward"]), draw.randrange(3)] = Failure()
-            try:
-                total, dx = act(pipe, draw.choice(SCHEDULES), caller)
-            except Failure:
-                assert fails_now and [p.grad for p in plain.parameters()] == [None] * 3
-                continue
-            assert not fails_now
-            x = batch(caller).requires_grad_()
-            expected = loss(plain(x), None)
-            grads = torch.autograd.grad(expected, [x, *plain.parameters()])
-            assert torch.allclose(total, expected.detach(), atol=1e-6)
-            found = [dx, *(parameter.grad for parameter in plain.parameters())]
-            for mine, grad in zip(found, grads, strict=True):
-                assert mine is not None and torch.allclose(mine, grad, atol=1e-5)
-        fails.clear()
-        assert [layer.seen.left() for layer in layers] == [0] * 3
-        assert threading.active_count() == before + 4

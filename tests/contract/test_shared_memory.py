@@ -20,11 +20,9 @@ from tests.contract.ways import (
     Way,
     assert_equal,
     batch,
-    call,
     each_way,
     grads_of,
     linear,
-    mean,
     piped,
     same,
     take_step,
@@ -55,27 +53,6 @@ def test_a_tensor_that_occurs_twice_stays_one_tensor(
     kind: str, balance: list[int], way: Way
 ) -> None:
     assert_equal(between(*ONE_TWICE[kind]), balance, way, batch(7, requires_grad=True))
-
-
-@pytest.mark.layered  # a change in place is refused where it is recomputed
-@pytest.mark.pairwise
-@each_way
-@pytest.mark.parametrize("chunks", [1, 3])
-@pytest.mark.parametrize("wants_gradient", [False, True])
-def test_an_argument_passed_twice_stays_one_tensor(
-    chunks: int, wants_gradient: bool, way: Way
-) -> None:
-    first = Apply(lambda x, more: x.mul_(2) + more["x"].exp())
-    module = nn.Sequential(first, linear(3, 4), nn.Tanh(), linear(4, 2))
-    plain, x = copy.deepcopy(module), batch(7, requires_grad=wants_gradient)
-    own = x.detach().clone().requires_grad_(wants_gradient)
-    with piped(module, [1, 3], way, chunks) as pipe:
-        hidden = x * 1
-        take_step(pipe, way, hidden, more={"x": hidden})
-    hidden = own * 1
-    mean(call(plain, hidden, more={"x": hidden}), None).backward()
-    same(grads_of(module), grads_of(plain))
-    same(x.grad, own.grad)
 
 
 OVERLAPPING: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
@@ -124,12 +101,6 @@ def test_parts_of_one_tensor_that_do_not_overlap_may_be_changed(
         lambda x: (x[:, :1], x[:, 1:]), lambda v: torch.cat([v[0].mul_(2), v[1].exp()], 1)
     )
     assert_equal(module, balance, way, batch(7))
-
-
-@each_way
-def test_values_that_overlap_may_be_used(way: Way) -> None:
-    module = between(lambda x: (x, x.t()), lambda v: v[0] * v[1].t().exp())
-    assert_equal(module, [2, 1, 2], way, batch(7))
 
 
 @pytest.mark.parametrize("guard", [torch.no_grad, torch.inference_mode])

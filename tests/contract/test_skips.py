@@ -6,7 +6,6 @@ is in ``tests/skip/test_values_in_pipe.py``.
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -74,13 +73,6 @@ def test_a_layer_may_be_frozen(frozen: int, way: Way) -> None:
 
 
 @each_way
-def test_a_step_in_eval_mode_equals_the_plain_models(way: Way) -> None:
-    layers = MODELS["nested"]()
-    layers[5] = nn.Dropout()
-    assert_equal(nn.Sequential(*layers).eval(), [2, 3, 2], way, batch(5))
-
-
-@each_way
 def test_the_first_layer_may_stash_one_of_several_arguments(way: Way) -> None:
     @skippable(stash=["a"])
     class First(nn.Module):
@@ -98,58 +90,11 @@ def test_the_first_layer_may_stash_one_of_several_arguments(way: Way) -> None:
 
 
 @each_way
-def test_running_statistics_are_deferred_beside_a_skip(way: Way) -> None:
-    module = nn.Sequential(s("a"), nn.BatchNorm1d(3, dtype=torch.float64), p("a"))
-    plain, x = copy.deepcopy(module), batch(6)
-    plain(x)
-    with piped(module, [2, 1], way, deferred_batch_norm=True) as pipe:
-        take_step(pipe, way, x)
-    same(dict(module.named_buffers()), dict(plain.named_buffers()))
-
-
-@each_way
-def test_a_parametrized_layer_may_stash(way: Way) -> None:
-    module: Any = nn.Sequential(*MODELS["nested"]())
-    for layer in (module[0], module[6]):
-        layer.register_parameter("gain", nn.Parameter(torch.ones(3, dtype=torch.float64)))
-        # Gives the layer a class of its own, derived from its class.
-        nn.utils.parametrize.register_parametrization(layer, "gain", nn.Tanh())
-        layer.register_forward_hook(lambda module, args, output: output * module.gain)
-    assert_equal(module, [2, 3, 2], way, batch(4))
-
-
-@each_way
-def test_a_gradient_may_come_back_through_the_skip_alone(way: Way) -> None:
-    """The graph is cut between stash and pop."""
-    module = nn.Sequential(s("a"), nn.ReLU(), Cut(), p("a"), linear(3, 2))
-    assert_equal(module, [1, 1, 1, 2], way, batch(7, requires_grad=True))
-
-
-@each_way
 def test_partitions_in_between_may_be_frozen(way: Way) -> None:
     module = nn.Sequential(s("a"), linear(3, 3), linear(3, 3), p("a"), linear(3, 2))
     module[1].requires_grad_(False)
     module[2].requires_grad_(False)
     assert_equal(module, [1, 1, 1, 2], way, batch(7))
-
-
-@each_way
-def test_a_skip_of_the_input_itself_comes_back_to_it(way: Way) -> None:
-    @skippable(stash=["a"])
-    class Aside(nn.Module):
-        def forward(self, x: Tensor) -> Forward:
-            yield stash("a", x)
-            return x.exp()
-
-    module = nn.Sequential(Aside(), linear(3, 3), nn.Tanh(), p("a"))
-    assert_equal(module, [1, 1, 1, 1], way, batch(7, requires_grad=True))
-
-
-class Cut(nn.Module):
-    """A layer that detaches its input."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.detach()
 
 
 @pytest.mark.parametrize("schedule", [CALL, *SCHEDULES])

@@ -179,25 +179,6 @@ def test_a_function_that_has_bound_a_tensor_of_the_graph_is_refused_in_a_step(
     assert set(grads_of(module).values()) == {None}
 
 
-@each_way
-def test_a_function_that_has_bound_no_tensor_of_the_graph_crosses_a_boundary(way: Way) -> None:
-    factor = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
-    module = between(lambda x: (x.sin(), lambda y: y * factor), lambda v: v[1](v[0]))
-    assert_equal(module, [2, 2], way, batch(7, requires_grad=True))
-
-
-@each_way
-def test_an_object_that_hides_an_undifferentiable_tensor_crosses_a_boundary(way: Way) -> None:
-    module = with_cache(lambda x: (x.sin(), Cache(x.detach().cos())))
-    assert_equal(module, [2, 2], way, batch(7, requires_grad=True))
-
-
-@each_way
-def test_an_object_that_is_a_pytree_crosses_a_boundary(way: Way) -> None:
-    module = with_cache(lambda x: (x.sin(), RegisteredCache(x.cos())))
-    assert_equal(module, [2, 2], way, batch(7, requires_grad=True))
-
-
 class RegisteredCache(Cache):
     """A cache registered as a pytree, as transformers may register its ``DynamicCache``."""
 
@@ -273,12 +254,6 @@ def test_the_first_layer_may_work_in_place_on_an_input_without_grad(kind: str, w
     assert_equal(module, [2, 1], way, batch(7))
 
 
-@each_way
-def test_each_of_two_values_may_be_changed_in_place(way: Way) -> None:
-    module = between(lambda x: (x * 2, x * 3), lambda v: v[0].add_(v[1]) * v[1].mul_(3))
-    assert_equal(module, [2, 2], way, batch(7))
-
-
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_in_place_changes_that_the_plain_module_refuses_are_refused(schedule: str) -> None:
     """Tanh has saved the tensor that the next layer changes."""
@@ -307,30 +282,12 @@ def test_the_first_layer_may_work_in_place_on_a_tensor_of_the_callers_graph(
 # Layers that return what they got, or what they have.
 
 
-@each_way
-def test_a_partition_may_return_its_input(way: Way) -> None:
-    module = nn.Sequential(linear(3, 3), nn.Identity(), nn.Identity(), linear(3, 2))
-    assert_equal(module, [1, 1, 1, 1], way, batch(7, requires_grad=True))
-
-
 @pytest.mark.pairwise
 @each_way
 @pytest.mark.parametrize("layer", [nn.Identity, nn.Tanh])
 def test_a_model_may_have_no_parameters(layer: type[nn.Module], way: Way) -> None:
     module = nn.Sequential(layer(), layer(), nn.Flatten())
     assert_equal(module, [1, 2], way, batch(7, requires_grad=True))
-
-
-@each_way
-def test_partitions_may_have_no_parameters(way: Way) -> None:
-    module = nn.Sequential(nn.Tanh(), linear(3, 4), nn.Sigmoid(), nn.Flatten(), linear(4, 2))
-    assert_equal(module, [1, 1, 2, 1], way, batch(7, requires_grad=True))
-
-
-@each_way
-def test_a_partition_may_return_its_input_beside_its_output(way: Way) -> None:
-    module = between(lambda x: (x, x.exp()), lambda v: v[0] * v[1])
-    assert_equal(module, [1, 1, 2], way, batch(7, requires_grad=True))
 
 
 RETURNED: dict[str, tuple[Callable[[Any, Tensor], Any], Callable[[Any], Tensor]]] = {
@@ -349,12 +306,6 @@ def test_a_layer_may_return_its_parameter(kind: str, way: Way) -> None:
     make, take = RETURNED[kind]
     module = nn.Sequential(linear(3, 3), With(make), Apply(take), linear(3, 2))
     assert_equal(module, [2, 2], way, batch(7))
-
-
-@ways
-def test_the_output_may_be_a_parameter(way: Way) -> None:
-    module = nn.Sequential(linear(3, 3), With(lambda x, w: (x, w)))
-    assert_equal(module, [1, 1], way, batch(7), loss_fn=lambda y, _: mean(y[0] * y[1], None))
 
 
 # Tensors that are trained.
@@ -391,14 +342,6 @@ def test_a_parameter_that_is_frozen_after_its_use_has_no_grad(schedule: str) -> 
     assert module[1].weight.grad is None
 
 
-@each_way
-def test_two_layers_of_a_partition_may_share_a_parameter(way: Way) -> None:
-    first, second = linear(3, 3), linear(3, 3)
-    second.weight = first.weight
-    module = nn.Sequential(first, nn.Tanh(), second, linear(3, 2))
-    assert_equal(module, [3, 1], way, batch(7))
-
-
 @pytest.mark.pairwise
 @each_way
 @pytest.mark.parametrize("chunks", [1, 3])
@@ -410,12 +353,6 @@ def test_partitions_may_share_a_parameter(chunks: int, steps: int, way: Way) -> 
     assert_equal(
         nn.Sequential(*layers), [1, 1, 1, 1], way, batch(7), chunks=chunks, steps=steps
     )
-
-
-@each_way
-def test_a_layer_may_occur_twice(way: Way) -> None:
-    layer = linear(3, 3)
-    assert_equal(nn.Sequential(layer, nn.Tanh(), layer), [1, 2], way, batch(7))
 
 
 @each_way
@@ -480,22 +417,6 @@ def test_a_sparse_gradient_stays_sparse(steps: int, way: Way) -> None:
             cross_entropy(plain(tokens), tokens).backward()
     assert module[0].weight.grad.is_sparse
     same(module[0].weight.grad.to_dense(), plain[0].weight.grad.to_dense())
-
-
-@each_way
-def test_a_sparse_and_a_dense_gradient_of_one_parameter_are_added(way: Way) -> None:
-    def tied() -> nn.Sequential:
-        torch.manual_seed(3)
-        first, last = nn.Embedding(9, 3, sparse=True, dtype=torch.float64), linear(3, 9)
-        last.weight = first.weight
-        return nn.Sequential(first, nn.Tanh(), last)
-
-    module, plain, tokens = tied(), tied(), torch.randint(0, 9, (7,))
-    with piped(module, [2, 1], way) as pipe:
-        for _ in range(2):
-            take_step(pipe, way, tokens, target=tokens, loss_fn=cross_entropy)
-            cross_entropy(plain(tokens), tokens).backward()
-    same(grads_of(module), grads_of(plain))
 
 
 class NowAndThenSparse(nn.Module):

@@ -30,9 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.algorithms.join import Join
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from pipert import Pipe
@@ -195,24 +193,8 @@ def looking_for_unused_parameters_changes_nothing(rank: int, checkpoint: str) ->
 
 
 @for_each_mode
-def a_static_graph_changes_nothing(rank: int, checkpoint: str) -> None:
-    trains_with(rank, checkpoint, "static graph")
-
-
-@for_each_mode
 def gradients_that_are_views_of_buckets_change_nothing(rank: int, checkpoint: str) -> None:
     trains_with(rank, checkpoint, "bucket views")
-
-
-@case
-def there_are_several_buckets(rank: int) -> None:
-    with piped(five_layers()) as pipe:
-        ddp = wrap(pipe)
-        for _ in range(3):  # they are laid out after the first, and noted after that
-            loss_of(ddp(batches(4)[0])).backward()  # type: ignore[no-untyped-call]
-        data = ddp._get_ddp_logging_data()  # type: ignore[no-untyped-call]
-    assert data["has_rebuilt_buckets"]
-    assert len(data["rebuilt_bucket_sizes"].split(",")) > 2
 
 
 @for_each_mode
@@ -241,18 +223,6 @@ def gradients_accumulate_without_reduction_in_no_sync(rank: int, checkpoint: str
 
 
 @for_each_mode
-def a_process_may_have_no_rows(rank: int, checkpoint: str) -> None:
-    module = five_layers()
-    plain = copy.deepcopy(module)
-    with piped(module, checkpoint) as pipe:
-        ddp = wrap(pipe)
-        xs = batches(0, 5)
-        loss_of(ddp(xs[rank])).backward()  # type: ignore[no-untyped-call]
-    whole_batch_gradients(plain, xs)
-    same(grads_of(module), grads_of(plain))
-
-
-@for_each_mode
 def frozen_layers_stay_without_gradient(rank: int, checkpoint: str) -> None:
     for frozen, options in zip((0, 2), some_options(checkpoint, 1), strict=False):
 
@@ -262,21 +232,6 @@ def frozen_layers_stay_without_gradient(rank: int, checkpoint: str) -> None:
             return module
 
         trains_like_the_whole_batch(rank, make, checkpoint, 3, **options)
-
-
-@for_each_mode
-def processes_may_split_the_model_differently(rank: int, checkpoint: str) -> None:
-    module = five_layers()
-    plain = copy.deepcopy(module)
-    balance, chunks = [([5], 2), ([1, 3, 1], 4)][rank]
-    devices = ["cpu"] * len(balance)
-    with Pipe(module, balance, devices=devices, chunks=chunks, checkpoint=checkpoint) as pipe:
-        ddp = wrap(pipe)
-        for rows in ROWS:
-            xs = batches(*rows)
-            loss_of(ddp(xs[rank])).backward()  # type: ignore[no-untyped-call]
-            whole_batch_gradients(plain, xs)
-            same(grads_of(module), grads_of(plain))
 
 
 @for_each_mode
@@ -300,23 +255,6 @@ def a_parameter_of_two_partitions_is_reduced_once(rank: int, checkpoint: str) ->
 
     for options in some_options(checkpoint, 0):
         trains_like_the_whole_batch(rank, make, checkpoint, 3, **options)
-
-
-@for_each_mode
-def two_calls_may_come_before_one_backward(rank: int, checkpoint: str) -> None:
-    module = five_layers()
-    plain = copy.deepcopy(module)
-    with piped(module, checkpoint) as pipe:
-        ddp = wrap(pipe)
-        for _ in range(2):
-            first, second = batches(5, 4), batches(2, 3)
-            loss = loss_of(ddp(first[rank])) + loss_of(ddp(second[rank]))
-            loss.backward()  # type: ignore[no-untyped-call]
-            whole_batch_gradients(plain, first)
-            whole_batch_gradients(plain, second)
-            same(grads_of(module), grads_of(plain))
-            module.zero_grad()
-            plain.zero_grad()
 
 
 # --- unused parameters ----------------------------------------------------------------------------
@@ -348,28 +286,6 @@ def a_layer_that_one_process_does_not_use_is_found(rank: int, checkpoint: str) -
     assert [grad is not None for grad in grads] == [True] * 6 + [False] * 2 + [True] * 2
     other = grads[2 + 2 * (1 - rank)]
     assert other is not None and other.any()  # of the layer that only the other one used
-
-
-@for_each_mode
-def a_layer_that_nobody_uses_is_left_alone_in_a_static_graph(rank: int, checkpoint: str) -> None:
-    def make() -> nn.Sequential:
-        return nn.Sequential(linear(3, 4), nn.Tanh(), OneOf(lambda: 0), linear(4, 2))
-
-    like_ddp_of_the_plain_module(rank, make, checkpoint, static_graph=True)
-
-
-@case
-def an_unused_layer_that_is_not_looked_for_gets_the_error_of_ddp(rank: int) -> None:
-    module = nn.Sequential(linear(3, 4), nn.Tanh(), OneOf(lambda: 0), linear(4, 2))
-    with piped(module) as pipe:
-        ddp = wrap(pipe)
-        loss_of(ddp(batches(4)[0])).backward()  # type: ignore[no-untyped-call]
-        try:
-            ddp(batches(4)[0])
-        except RuntimeError as error:
-            assert "find_unused_parameters=True" in str(error)
-        else:
-            raise AssertionError("no error")
 
 
 @for_each_mode
@@ -456,45 +372,6 @@ def the_state_dict_has_the_keys_of_ddp_around_the_plain_module(rank: int) -> Non
 
 
 @for_each_mode
-def the_redundancy_of_an_optimizer_can_be_taken_out(rank: int, checkpoint: str) -> None:
-    module = five_layers()
-    plain = copy.deepcopy(module)
-    with piped(module, checkpoint) as pipe:
-        ddp = wrap(pipe)
-        sharded = ZeroRedundancyOptimizer(
-            ddp.parameters(), torch.optim.AdamW, process_group=group(), lr=0.1
-        )
-        whole = torch.optim.AdamW(plain.parameters(), lr=0.1)
-        for rows in ROWS:
-            xs = batches(*rows)
-            for optimizer in (sharded, whole):
-                optimizer.zero_grad()
-            loss_of(ddp(xs[rank])).backward()  # type: ignore[no-untyped-call]
-            whole_batch_gradients(plain, xs)
-            sharded.step()
-            whole.step()
-        same(list(module.parameters()), list(plain.parameters()))
-
-
-@case
-def gradients_can_be_compressed_by_a_hook(rank: int) -> None:
-    module = five_layers()
-    plain = copy.deepcopy(module)
-    with piped(module) as pipe:
-        ddp, reference = wrap(pipe), wrap(plain)
-        for trained in (ddp, reference):
-            trained.register_comm_hook(dist.group.WORLD, fp16_compress_hook)
-        for rows in ROWS:
-            x = batches(*rows)[rank]
-            for trained in (ddp, reference):
-                trained.zero_grad()
-                loss_of(trained(x)).backward()  # type: ignore[no-untyped-call]
-            same(grads_of(module), grads_of(plain), rtol=2e-3, atol=1e-5)
-            for grad in grads_of(module):
-                assert grad is not None and torch.equal(grad, grad.half().double())
-
-
-@for_each_mode
 def a_process_may_run_out_of_inputs_in_join(rank: int, checkpoint: str) -> None:
     module = five_layers()
     plain = copy.deepcopy(module)
@@ -539,24 +416,6 @@ def the_step_after_an_error_of_a_layer_is_right(rank: int, checkpoint: str) -> N
                 assert not fail.now
                 whole_batch_gradients(plain, xs)
                 same(grads_of(module), grads_of(plain))
-
-
-@for_each_mode
-def evaluation_between_steps_changes_nothing(rank: int, checkpoint: str) -> None:
-    module = five_layers()
-    plain = copy.deepcopy(module)
-    with piped(module, checkpoint) as pipe:
-        ddp = wrap(pipe, static_graph=True)
-        for rows in ROWS:
-            xs = batches(*rows)
-            loss_of(ddp(xs[rank])).backward()  # type: ignore[no-untyped-call]
-            ddp.eval()
-            if rank == 0:  # alone: without buffers, evaluation needs nobody else
-                with torch.no_grad():
-                    same(ddp(xs[0]), plain(xs[0]))
-            ddp.train()  # type: ignore[no-untyped-call]
-            whole_batch_gradients(plain, xs)
-            same(grads_of(module), grads_of(plain))
 
 
 # --- the processes --------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from pipert import Pipe, TransformError
-from pipert.skip import pop, skippable, stash
 from tests import scripts
 
 pytestmark = [
@@ -102,16 +101,6 @@ def test_a_model_of_compiled_layers_trains_as_the_plain_model(
             same(step(pipe, x), step(plain, x))
 
 
-@pytest.mark.parametrize("dynamic", [True, False])
-def test_shapes_may_be_dynamic_or_not(dynamic: bool) -> None:
-    plain = blocks(2)
-    module = compiled_children(copy.deepcopy(plain), backend="eager", dynamic=dynamic)
-    with pipe_of(module, checkpoint="always") as pipe:
-        for rows in (6, 7, 4, 9, 1):
-            x = batch(rows)
-            same(step(pipe, x), step(plain, x))
-
-
 @recipes
 def test_layers_are_really_compiled(recipe: str) -> None:
     graphs: list[int] = []
@@ -154,34 +143,6 @@ def test_workers_compile_under_the_callers_settings_of_dynamo() -> None:
 
 
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
-def test_compiled_layers_work_under_autocast(checkpoint: str) -> None:
-    plain, layer = blocks(2).float(), nn.Linear(8, 8)
-    module = compiled_children(copy.deepcopy(plain), backend="aot_eager")
-    x = torch.randn(6, 8)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert layer(x).dtype is torch.bfloat16
-    with pipe_of(module, checkpoint=checkpoint) as pipe:
-        for _ in range(2):
-            with torch.autocast("cpu", torch.bfloat16):
-                y, z = pipe(x), plain(x)
-            same(y, z, rtol=0.05, atol=0.05)
-            y.float().square().sum().backward()
-    assert {p.grad.dtype for p in pipe.parameters() if p.grad is not None} == {torch.float32}
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_compiled_layers_are_evaluated_between_steps(mode: Callable[[], Any]) -> None:
-    plain = blocks(2)
-    module = compiled_children(copy.deepcopy(plain), backend="aot_eager")
-    with pipe_of(module, checkpoint="always") as pipe:
-        for _ in range(2):
-            x = batch(6)
-            with mode():
-                same(pipe(x), plain(x))
-            same(step(pipe, x), step(plain, x))
-
-
-@pytest.mark.parametrize("checkpoint", ["always", "never"])
 def test_compiled_norms_have_their_statistics_deferred(checkpoint: str) -> None:
     plain = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).double()
     module = copy.deepcopy(plain)
@@ -195,36 +156,6 @@ def test_compiled_norms_have_their_statistics_deferred(checkpoint: str) -> None:
             plain(x)
             pipe(x).sum().backward()
     same(dict(module.named_buffers()), dict(plain.named_buffers()))
-
-
-@skippable(stash=["a"])
-class Stash(nn.Module):
-    def forward(self, x: Tensor) -> Any:
-        yield stash("a", x * 2)
-        return x.tanh()
-
-
-@skippable(pop=["a"])
-class PopAdd(nn.Module):
-    def forward(self, x: Tensor) -> Any:
-        a = yield pop("a")
-        return x * a
-
-
-def test_compiled_layers_that_stash_and_pop_are_recomputed() -> None:
-    plain = nn.Sequential(nn.Linear(8, 8), Stash(), PopAdd()).double()
-    module = compiled_children(copy.deepcopy(plain), backend="aot_eager")
-    with pipe_of(module, checkpoint="always") as pipe:
-        x = batch(6)
-        same(step(pipe, x), step(plain, x))
-
-
-def test_the_keys_of_layers_compiled_in_place_are_the_modules() -> None:
-    module = blocks(2)
-    expected = list(module.state_dict())
-    with pipe_of(compiled_in_place(module, backend="eager")) as pipe:
-        pipe(batch(6))
-        assert list(pipe.state_dict()) == expected
 
 
 def test_compiled_layers_that_draw_do_so_again_with_the_same_seed() -> None:
@@ -270,15 +201,6 @@ def test_a_pipe_that_is_compiled_is_refused_with_the_recipe(how: str) -> None:
     with pipe_of(blocks(2)) as pipe:
         with pytest.raises(TransformError, match="Compile each layer, then wrap"):
             WHOLE[how](pipe)(batch(6))
-
-
-def test_a_pipe_whose_compilation_was_refused_is_usable() -> None:
-    plain = blocks(2)
-    with pipe_of(copy.deepcopy(plain)) as pipe:
-        with pytest.raises(TransformError):
-            torch.compile(pipe, backend="eager")(batch(6))
-        x = batch(6)
-        same(step(pipe, x), step(plain, x))
 
 
 def test_a_compiled_function_may_call_a_pipe_that_is_left_out_of_it() -> None:

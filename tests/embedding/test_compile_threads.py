@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import sys
-import textwrap
 import threading
 from typing import Any
 
@@ -17,7 +16,6 @@ from torch import Tensor, nn
 
 from pipert import Pipe
 from pipert.layers.compiling import CompileLock
-from tests import scripts
 
 pytestmark = [
     pytest.mark.slow,  # the first compilation imports for seconds
@@ -198,37 +196,3 @@ def test_draws_take_the_lock_of_dynamo() -> None:
         other.start()
         other.join(WAIT)
     assert taken == [False]
-
-
-def test_a_child_forked_while_something_compiles_can_draw() -> None:
-    script = """
-        import os, signal, threading, warnings
-        import torch
-        from torch import nn
-        from pipert import Pipe
-
-        warnings.simplefilter("ignore")
-        compiling, go_on = threading.Event(), threading.Event()
-
-        def backend(graph, _):
-            compiling.set()
-            go_on.wait(30)
-            return graph.forward
-
-        compiled = torch.compile(nn.Linear(8, 8), backend=backend)
-        thread = threading.Thread(target=compiled, args=(torch.ones(2, 8),))
-        thread.start()
-        compiling.wait(30)
-        child = os.fork()
-        if child == 0:
-            signal.alarm(20)
-            with Pipe(nn.Sequential(nn.Dropout()), [1], devices=["cpu"], chunks=2) as pipe:
-                pipe(torch.ones(2, 8))
-            os._exit(0)
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        go_on.set()
-        thread.join()
-        assert code == 0, code
-    """
-    done = scripts.run(textwrap.dedent(script))
-    assert done.returncode == 0, done.stderr

@@ -7,7 +7,6 @@ test_fork.py; here it does what a data loader's worker does, and the parent goes
 from __future__ import annotations
 
 import copy
-import multiprocessing
 import os
 import threading
 from collections.abc import Iterable, Iterator
@@ -102,28 +101,6 @@ def test_training_with_worker_processes_is_that_of_the_module_without(
     torch.testing.assert_close(actual, expected)
 
 
-@pytest.mark.parametrize("pin_memory", [pytest.param(True, marks=pytest.mark.cuda), False])
-def test_prefetched_batches_are_right(devices: list[str], pin_memory: bool) -> None:
-    batches = loader("fork", prefetch_factor=4, pin_memory=pin_memory, persistent_workers=True)
-    plain = perceptron()
-    with pipe_of(copy.deepcopy(plain), devices) as pipe, torch.no_grad():
-        for _ in range(2):
-            for x, _ in batches:
-                assert x.is_pinned() == pin_memory
-                torch.testing.assert_close(pipe(x).cpu(), plain(x))
-
-
-def test_a_stream_of_two_workers_goes_through_a_pipe(devices: list[str]) -> None:
-    plain = perceptron()
-    batches = DataLoader(Stream(), batch_size=2, num_workers=2, multiprocessing_context="fork")
-    seen = []
-    with pipe_of(copy.deepcopy(plain), devices) as pipe, torch.no_grad():
-        for x in batches:
-            torch.testing.assert_close(pipe(x).cpu(), plain(x))
-            seen += x[:, 0].tolist()
-    assert sorted(seen) == list(range(8))
-
-
 @modes
 def test_workers_may_be_forked_between_forward_and_backward(
     devices: list[str], checkpoint: str
@@ -165,37 +142,6 @@ def test_workers_may_be_forked_while_another_thread_is_inside_of_the_pipe() -> N
         hold.go_on.set()
         caller.join(WAIT)
     assert rows == 12 and torch.equal(results[0], x)
-
-
-def test_workers_of_a_loader_end_though_a_pipe_is_alive(devices: list[str]) -> None:
-    with pipe_of(perceptron(), devices) as pipe:
-        batches = iter(loader("fork", persistent_workers=True))
-        pipe(next(batches)[0])
-        children = multiprocessing.active_children()
-        assert len(children) == 2
-        del batches
-        for child in children:
-            child.join(WAIT)
-        assert [child.exitcode is None for child in children] == [False, False]
-
-
-def test_an_error_in_a_worker_process_leaves_the_pipe_usable(devices: list[str]) -> None:
-    plain = perceptron()
-    broken = DataLoader(Broken(), batch_size=4, num_workers=1, multiprocessing_context="fork")
-    batches = iter(broken)
-    with pipe_of(copy.deepcopy(plain), devices) as pipe:
-        with pytest.raises(ValueError, match="row 3 is broken"):
-            train(pipe, batches, 1)
-        assert len(list(batches)) == 2  # the worker ends; the collector would wait for it
-        x = torch.randn(5, 6, dtype=torch.double)
-        torch.testing.assert_close(pipe(x).cpu(), plain(x))
-
-
-class Broken(Rows):
-    def __getitem__(self, k: int) -> tuple[Tensor, Tensor]:
-        if k == 3:
-            raise ValueError(f"row {k} is broken")
-        return super().__getitem__(k)
 
 
 def test_a_pipe_may_score_rows_in_a_worker_process() -> None:

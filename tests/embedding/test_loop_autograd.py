@@ -77,20 +77,6 @@ def test_an_anomaly_is_traced_to_the_line_of_the_layer(
 
 
 @modes
-def test_a_pipe_is_usable_after_an_anomaly(
-    anomalies: list[str], devices: list[str], checkpoint: str
-) -> None:
-    module = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3)).double()
-    with Pipe(module, [2, 1], devices=devices, chunks=3, checkpoint=checkpoint) as pipe:
-        x, target = next(batches(1))
-        with pytest.raises(RuntimeError, match="returned nan values"):
-            loss_of(pipe, x * float("nan"), target).backward()
-        pipe.zero_grad()
-        loss_of(pipe, x, target).backward()
-        assert all(p.grad is not None and p.grad.isfinite().all() for p in pipe.parameters())
-
-
-@modes
 def test_training_under_anomaly_detection_is_the_modules(
     anomalies: list[str], agree: Agree, checkpoint: str
 ) -> None:
@@ -112,44 +98,6 @@ def test_training_with_activations_saved_on_cpu_is_the_modules(
 
 
 # Outputs that are used in several ways -----------------------------------------------------------
-
-
-@modes
-def test_an_output_may_be_used_twice_in_one_loss(agree: Agree, checkpoint: str) -> None:
-    def loop(model: nn.Module) -> Any:
-        x, target = next(batches(1))
-        y = model(x)
-        loss = mse_loss(y, target.to(y.device)) + y.abs().mean() + (y * y.detach()).sum()
-        loss.backward()
-        return loss.detach()
-
-    agree(loop, checkpoint=checkpoint)
-
-
-@modes
-def test_two_losses_of_one_output_may_be_differentiated_in_turn(
-    agree: Agree, checkpoint: str
-) -> None:
-    def loop(model: nn.Module) -> Any:
-        y = model(next(batches(1))[0])
-        y.square().mean().backward(retain_graph=True)
-        y.abs().mean().backward()
-        return y.detach()
-
-    agree(loop, checkpoint=checkpoint)
-
-
-@modes
-def test_an_output_may_go_through_the_pipe_again(agree: Agree, checkpoint: str) -> None:
-    module = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 6)).double()
-
-    def loop(model: nn.Module) -> Any:
-        x = next(batches(1))[0]
-        y = model(model(x)) + model(x * 2)
-        y.square().mean().backward()
-        return y.detach()
-
-    agree(loop, module, checkpoint=checkpoint)
 
 
 @modes
@@ -222,35 +170,3 @@ def test_evaluation_between_steps_disturbs_neither(
         return outcomes
 
     agree(loop, module, checkpoint=checkpoint)
-
-
-@modes
-def test_evaluation_between_forward_and_backward_disturbs_neither(
-    agree: Agree, checkpoint: str
-) -> None:
-    def loop(model: nn.Module) -> list[Tensor]:
-        x, target = next(batches(1))
-        loss = loss_of(model, x, target)
-        with torch.inference_mode():
-            other = model(x * 3).clone()
-        loss.backward()
-        return [loss.detach(), other]
-
-    agree(loop, checkpoint=checkpoint)
-
-
-@modes
-def test_a_gradient_of_an_evaluated_model_is_that_of_the_module(
-    agree: Agree, checkpoint: str
-) -> None:
-    """As for adversarial examples: in eval mode, to the input, with frozen parameters."""
-    layers = [nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3)]
-
-    def loop(model: nn.Module) -> Any:
-        model.eval().requires_grad_(False)
-        x, target = next(batches(1))
-        (grad,) = torch.autograd.grad(loss_of(model, x.requires_grad_(), target), x)
-        return grad
-
-    module = nn.Sequential(*layers).double()
-    agree(loop, module, checkpoint=checkpoint, deferred_batch_norm=False)

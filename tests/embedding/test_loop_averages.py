@@ -71,21 +71,6 @@ def test_an_average_of_a_pipe_is_that_of_the_module(
     agree(loop, checkpoint=checkpoint)
 
 
-@averages
-def test_an_average_of_the_module_follows_its_pipe(how: str) -> None:
-    plain = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
-    module = copy.deepcopy(plain)
-    expected, average = (AveragedModel(model, **AVERAGES[how]) for model in (plain, module))
-    with Pipe(module, [2, 1], devices=["cpu"] * 2, chunks=3) as pipe:
-        optimizers = [SGD(model.parameters(), lr=0.2) for model in (plain, pipe)]
-        for x, target in batches(3):
-            step(plain, optimizers[0], x, target)
-            step(pipe, optimizers[1], x, target)
-            expected.update_parameters(plain)
-            average.update_parameters(pipe)
-    torch.testing.assert_close(average.state_dict(), expected.state_dict())
-
-
 def test_the_state_of_an_average_of_a_pipe_loads_into_one_of_the_module() -> None:
     module = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
     plain = AveragedModel(copy.deepcopy(module))
@@ -98,26 +83,6 @@ def test_the_state_of_an_average_of_a_pipe_loads_into_one_of_the_module() -> Non
         with torch.no_grad():
             torch.testing.assert_close(plain(x), average(x))
         done_with(average)
-
-
-def test_the_average_and_the_pipe_may_be_called_at_once_in_one_graph(agree: Agree) -> None:
-    """As a teacher and its student."""
-
-    def loop(model: nn.Module) -> list[float]:
-        teacher = AveragedModel(model, **AVERAGES["ema"])
-        optimizer = SGD(model.parameters(), lr=0.2)
-        losses = []
-        for x, _ in batches(3):
-            optimizer.zero_grad()
-            loss = mse_loss(model(x), teacher(x * 0.9).detach() + 1)
-            loss.backward()
-            optimizer.step()
-            teacher.update_parameters(model)
-            losses.append(loss.item())
-        done_with(teacher)
-        return losses
-
-    agree(loop)
 
 
 def test_stochastic_weight_averaging_with_its_schedule_is_the_modules(agree: Agree) -> None:
@@ -160,21 +125,5 @@ def test_a_copy_taken_between_forward_and_backward_is_a_pipe_without_that_graph(
         if isinstance(copied, Pipe):
             copied.close()
         return [y, output]
-
-    agree(loop, checkpoint=checkpoint)
-
-
-@modes
-def test_a_copy_trains_beside_its_original(agree: Agree, checkpoint: str) -> None:
-    def loop(model: nn.Module) -> list[Tensor]:
-        other = copy.deepcopy(model)
-        optimizers = [SGD(m.parameters(), lr=0.3) for m in (model, other)]
-        for x, target in batches(2):
-            step(model, optimizers[0], x, target)
-            step(other, optimizers[1], -x, target)
-        trained = [p.detach().clone() for p in other.parameters()]
-        if isinstance(other, Pipe):
-            other.close()
-        return trained
 
     agree(loop, checkpoint=checkpoint)

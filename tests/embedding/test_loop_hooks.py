@@ -7,7 +7,6 @@ called for each micro-batch, on the thread that runs the layer, and again in a r
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -89,36 +88,6 @@ def test_a_layers_hook_that_changes_something_does_so_as_without_a_pipe(
     agree(loop, checkpoint=checkpoint)
 
 
-@pytest.mark.parametrize("kind", ["forward", "forward_pre"])
-@pytest.mark.parametrize("checkpoint, again", [("always", 3), ("except_last", 2), ("never", 0)])
-def test_a_layers_hook_is_called_for_each_micro_batch_and_recomputation(
-    kind: str, checkpoint: str, again: int
-) -> None:
-    module = nn.Sequential(nn.Linear(6, 3), nn.Tanh()).double()
-    calls: Counter[bool] = Counter()
-    rows: list[int] = []
-
-    def hook(layer: nn.Module, args: tuple[Tensor, ...], *_: Tensor) -> None:
-        calls[is_recomputing()] += 1
-        if not is_recomputing():
-            rows.append(len(args[0]))
-
-    getattr(module[1], f"register_{kind}_hook")(hook)
-    with Pipe(module, [1, 1], devices=["cpu"] * 2, chunks=3, checkpoint=checkpoint) as pipe:
-        loss_of(pipe, *next(batches(1))).backward()
-    assert (calls[False], calls[True], rows) == (3, again, [3, 2, 2])
-
-
-@pytest.mark.layered  # names threads, not those of micro-batches
-def test_a_layers_forward_hook_runs_on_the_worker() -> None:
-    module = nn.Sequential(nn.Linear(6, 3), nn.Tanh()).double()
-    threads: set[str] = set()
-    module[0].register_forward_hook(lambda *_: threads.add(threading.current_thread().name))
-    with Pipe(module, [1, 1], devices=["cpu"] * 2, chunks=3, checkpoint="never") as pipe:
-        pipe(next(batches(1))[0])
-    assert len(threads) == 1 and threading.current_thread().name not in threads
-
-
 @modes
 def test_activations_taken_by_a_hook_are_those_of_the_module_in_order(
     agree: Agree, checkpoint: str
@@ -134,24 +103,6 @@ def test_activations_taken_by_a_hook_are_those_of_the_module_in_order(
         loss_of(model, *next(batches(1))).backward()
         handle.remove()
         return [torch.cat(taken)]
-
-    agree(loop, checkpoint=checkpoint)
-
-
-@modes
-def test_gradients_seen_by_a_layers_hook_add_up_to_the_modules(
-    agree: Agree, checkpoint: str
-) -> None:
-    def loop(model: nn.Module) -> Tensor:
-        seen: list[Tensor] = []
-
-        def see(layer: nn.Module, grads: Any, _: Any) -> None:
-            seen.append(grads[0])
-
-        handle = model.get_submodule("3").register_full_backward_hook(see)
-        loss_of(model, *next(batches(1))).backward()
-        handle.remove()
-        return torch.cat(list(reversed(seen)))  # the last micro-batch comes first
 
     agree(loop, checkpoint=checkpoint)
 
@@ -193,25 +144,6 @@ def test_hooks_for_all_modules_see_the_layers_and_the_pipe() -> None:
 
 
 @modes
-def test_hooks_of_the_input_and_the_output_see_the_mini_batch(
-    agree: Agree, checkpoint: str
-) -> None:
-    def loop(model: nn.Module) -> list[Tensor]:
-        seen: list[Tensor] = []
-        x: Any
-        x, target = next(batches(1, requires_grad=True))
-        x.register_hook(seen.append)
-        y = model(x)
-        y.register_hook(seen.append)
-        y.retain_grad()
-        mse_loss(y, target.to(y.device)).backward()
-        assert x.grad is not None and y.grad is not None
-        return [*seen, x.grad, y.grad]
-
-    agree(loop, checkpoint=checkpoint)
-
-
-@modes
 def test_an_optimizer_may_step_in_the_backward(agree: Agree, checkpoint: str) -> None:
     def loop(model: nn.Module) -> list[float]:
         optimizers = {p: SGD([p], lr=0.02, momentum=0.9) for p in model.parameters()}
@@ -233,20 +165,3 @@ def test_an_optimizer_may_step_in_the_backward(agree: Agree, checkpoint: str) ->
         return losses
 
     agree(loop, checkpoint=checkpoint)
-
-
-def test_a_queued_callback_runs_at_the_end_of_the_backward() -> None:
-    module = nn.Sequential(nn.Linear(6, 3), nn.Tanh()).double()
-    order: list[str] = []
-    engine: Any = torch.autograd.Variable._execution_engine
-    first = module[0].weight
-
-    def at_the_end() -> None:
-        order.append(f"end, with a gradient: {first.grad is not None}")
-
-    module[1].register_full_backward_hook(
-        lambda *_: order.append("layer") or engine.queue_callback(at_the_end)
-    )
-    with Pipe(module, [1, 1], devices=["cpu"] * 2, chunks=2) as pipe:
-        loss_of(pipe, *next(batches(1))).backward()
-    assert order == ["layer"] * 2 + ["end, with a gradient: True"] * 2

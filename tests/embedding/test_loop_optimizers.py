@@ -14,15 +14,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
+from torch.nn.utils import clip_grad_norm_, get_total_norm
 from torch.optim import SGD, Adam, AdamW, Optimizer
-from torch.optim.lr_scheduler import (
-    CosineAnnealingLR,
-    LRScheduler,
-    OneCycleLR,
-    ReduceLROnPlateau,
-    StepLR,
-)
 
 from pipert import Pipe
 
@@ -71,27 +64,6 @@ def test_an_optimizer_trains_a_pipe_as_the_module(
         return train(model, OPTIMIZERS[name](model.parameters(), **how))
 
     agree(loop, checkpoint=checkpoint)
-
-
-def test_parameter_groups_follow_their_own_settings(agree: Agree) -> None:
-    def loop(model: nn.Module) -> list[float]:
-        biases = [p for name, p in model.named_parameters() if name.endswith("bias")]
-        weights = [p for name, p in model.named_parameters() if name.endswith("weight")]
-        groups = [{"params": weights, "weight_decay": 0.1}, {"params": biases, "lr": 0.5}]
-        return train(model, SGD(groups, lr=0.1, momentum=0.9))
-
-    agree(loop)
-
-
-def test_a_group_added_later_is_trained_from_then_on(agree: Agree) -> None:
-    def loop(model: nn.Module) -> list[list[float]]:
-        first, *others = model.parameters()
-        optimizer = SGD([first], lr=0.1, momentum=0.9)
-        losses = train(model, optimizer)
-        optimizer.add_param_group({"params": others, "lr": 0.2})
-        return [losses, train(model, optimizer)]
-
-    agree(loop)
 
 
 @modes
@@ -160,32 +132,6 @@ def test_lbfgs_calls_its_closure_as_often_and_gets_as_far(
     agree(loop, checkpoint=checkpoint)
 
 
-# Learning rates -----------------------------------------------------------------------------------
-
-SCHEDULERS: dict[str, Callable[[Optimizer], LRScheduler]] = {
-    "step": lambda optimizer: StepLR(optimizer, 1, gamma=0.5),
-    "cosine": lambda optimizer: CosineAnnealingLR(optimizer, T_max=4),
-    "one cycle": lambda optimizer: OneCycleLR(optimizer, max_lr=0.5, total_steps=5),
-    "plateau": lambda optimizer: ReduceLROnPlateau(optimizer, patience=0, threshold=0.5),
-}
-
-
-@pytest.mark.parametrize("name", SCHEDULERS)
-def test_a_scheduler_sets_the_same_learning_rates(agree: Agree, name: str) -> None:
-    def loop(model: nn.Module) -> list[list[float]]:
-        optimizer = SGD(model.parameters(), lr=0.2, momentum=0.9)
-        scheduler: Any = SCHEDULERS[name](optimizer)
-        rates = []
-        for _ in range(4):
-            losses = train(model, optimizer, 1)
-            scheduler.step(*losses if name == "plateau" else [])
-            rates.append([*losses, optimizer.param_groups[0]["lr"]])
-        assert len({rate for _, rate in rates}) > 1
-        return rates
-
-    agree(loop)
-
-
 # Accumulation -------------------------------------------------------------------------------------
 
 
@@ -203,24 +149,6 @@ def test_gradients_accumulate_over_mini_batches(agree: Agree, every: int, checkp
                 optimizer.step()
                 optimizer.zero_grad()
         return losses
-
-    agree(loop, checkpoint=checkpoint)
-
-
-@modes
-def test_gradients_set_to_zero_and_not_to_none_accumulate_in_place(
-    agree: Agree, checkpoint: str
-) -> None:
-    def loop(model: nn.Module) -> list[bool]:
-        same = []
-        loss_of(model, *next(batches(1))).backward()
-        before = [p.grad for p in model.parameters()]
-        for x, target in batches(2):
-            model.zero_grad(set_to_none=False)
-            loss_of(model, x, target).backward()
-            same.append(all(p.grad is g for p, g in zip(model.parameters(), before, strict=True)))
-        assert all(same)
-        return same
 
     agree(loop, checkpoint=checkpoint)
 
@@ -246,43 +174,10 @@ def test_gradients_are_clipped_by_the_norm_of_all_devices(
     agree(loop)
 
 
-def test_gradients_are_clipped_by_value(agree: Agree) -> None:
-    def loop(model: nn.Module) -> None:
-        loss_of(model, *next(batches(1))).backward()
-        clip_grad_value_(model.parameters(), 0.01)
-
-    agree(loop)
-
-
 def test_the_total_norm_of_gradients_and_of_parameters_is_the_modules(agree: Agree) -> None:
     def loop(model: nn.Module) -> list[Tensor]:
         loss_of(model, *next(batches(1))).backward()
         grads = [p.grad for p in model.parameters() if p.grad is not None]
         return [get_total_norm(grads), get_total_norm(list(model.parameters()))]
-
-    agree(loop)
-
-
-@modes
-def test_a_norm_that_is_not_finite_is_an_error_if_one_asks(agree: Agree, checkpoint: str) -> None:
-    def loop(model: nn.Module) -> None:
-        x, target = next(batches(1))
-        x[4, 2] = float("nan")
-        loss_of(model, x, target).backward()
-        with pytest.raises(RuntimeError, match="non-finite"):
-            clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
-
-    agree(loop, checkpoint=checkpoint)
-
-
-def test_training_goes_on_after_a_norm_that_was_not_finite(agree: Agree) -> None:
-    def loop(model: nn.Module) -> list[float]:
-        optimizer = SGD(model.parameters(), lr=0.1)
-        x, target = next(batches(1))
-        loss_of(model, x * float("inf"), target).backward()
-        with pytest.raises(RuntimeError, match="non-finite"):
-            clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
-        optimizer.zero_grad()
-        return train(model, optimizer)
 
     agree(loop)

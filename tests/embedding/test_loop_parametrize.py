@@ -91,36 +91,6 @@ def test_a_parametrized_model_trains_as_without_a_pipe(
     agree(train, parametrized(kind), checkpoint=checkpoint)
 
 
-@modes
-@pytest.mark.parametrize("kind", ["weight norm", "symmetric", "bounded"])
-def test_a_layer_parametrized_after_wrapping_trains_as_without_a_pipe(
-    agree: Agree, kind: str, checkpoint: str
-) -> None:
-    def loop(model: nn.Module) -> list[list[float]]:
-        losses = train(model)
-        PARAMETRIZATIONS[kind](model.get_submodule("2"))
-        return [losses, train(model)]
-
-    agree(loop, checkpoint=checkpoint)
-
-
-def test_a_parametrization_may_be_removed_between_steps(agree: Agree) -> None:
-    def loop(model: nn.Module) -> list[list[float]]:
-        layer = PARAMETRIZATIONS["bounded"](model.get_submodule("0"))
-        losses = train(model)
-        parametrize.remove_parametrizations(layer, "weight")
-        return [losses, train(model)]
-
-    agree(loop)
-
-
-def test_the_keys_of_a_parametrized_model_are_the_modules() -> None:
-    module = parametrized("weight norm")
-    expected = list(copy.deepcopy(module).state_dict())
-    with Pipe(module, [2, 3], devices=["cpu"] * 2) as pipe:
-        assert list(pipe.state_dict()) == expected
-
-
 # parametrize.cached() -----------------------------------------------------------------------------
 
 
@@ -136,27 +106,6 @@ def counted() -> nn.Sequential:
     module = perceptron()
     parametrize.register_parametrization(module[0], "weight", Counted())
     return module
-
-
-def train_cached(model: nn.Module) -> list[float]:
-    optimizer = SGD(model.parameters(), lr=0.2)
-    losses = []
-    for x, target in batches(3):
-        optimizer.zero_grad()
-        with parametrize.cached():
-            y = model(x)
-            loss = mse_loss(y, target.to(y.device))
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
-@kinds
-def test_a_cached_parametrization_trains_the_same_without_checkpointing(
-    agree: Agree, kind: str
-) -> None:
-    agree(train_cached, parametrized(kind), checkpoint="never")
 
 
 def test_a_cached_parametrization_is_computed_once_for_all_micro_batches() -> None:
@@ -181,53 +130,9 @@ def test_a_cached_parametrization_is_refused_where_it_is_recomputed(
             loss.backward()
 
 
-def test_a_cached_parametrization_is_fine_where_nothing_is_recomputed() -> None:
-    module = counted()
-    x, _ = next(batches(1))
-    expected = module(x)
-    with Pipe(module, [2, 3], devices=["cpu"] * 2, chunks=3, checkpoint="always") as pipe:
-        with parametrize.cached(), torch.no_grad():
-            torch.testing.assert_close(pipe(x), expected)
-
-
 # Pruning ------------------------------------------------------------------------------------------
 
 Pruning = Callable[[nn.Module], object]
-
-
-def prune_at_random(layer: nn.Module) -> None:
-    """Prunes half of the weights, the same ones on every device.
-
-    ``random_unstructured`` draws on the layer's device, and a GPU's generator gives other numbers
-    than the CPU's: the plain model would lose other weights.
-    """
-    weight: Tensor = layer.weight  # type: ignore[assignment]
-    mask = torch.ones(weight.numel())
-    mask[torch.randperm(weight.numel())[::2]] = 0
-    prune.custom_from_mask(layer, "weight", mask.view(weight.shape).to(weight.device))
-
-
-PRUNINGS: dict[str, Pruning] = {
-    "random": prune_at_random,
-    "by size": lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
-    "rows": lambda layer: prune.ln_structured(layer, "weight", 0.5, n=2, dim=0),
-}
-
-
-@modes
-@pytest.mark.parametrize("kind", PRUNINGS)
-def test_a_model_pruned_between_steps_trains_as_without_a_pipe(
-    agree: Agree, kind: str, checkpoint: str
-) -> None:
-    def loop(model: nn.Module) -> list[list[float]]:
-        losses = train(model)
-        torch.manual_seed(3)
-        for name in ("0", "4"):
-            PRUNINGS[kind](model.get_submodule(name))
-        losses += train(model)
-        return [losses, [float(model.get_submodule("0").weight.count_nonzero())]]  # type: ignore
-
-    agree(loop, checkpoint=checkpoint)
 
 
 def prune_as_a_whole(model: nn.Module) -> None:
@@ -245,33 +150,6 @@ def test_a_model_pruned_as_a_whole_trains_as_without_a_pipe(agree: Agree) -> Non
     with torch.no_grad():  # a module whose weights belong to a graph cannot be copied
         prune_as_a_whole(module)
     agree(train, module)
-
-
-def test_a_model_pruned_as_a_whole_between_steps_is_on_one_device(
-    agree: Agree, devices: list[str]
-) -> None:
-    def loop(model: nn.Module) -> list[list[float]]:
-        losses = train(model)
-        prune_as_a_whole(model)
-        return [losses, train(model)]
-
-    if len(set(devices)) == 1:
-        agree(loop)
-        return
-    with Pipe(perceptron(), [2, 3], devices=devices) as pipe:
-        with pytest.raises(TypeError, match="parameters on different devices"):
-            prune_as_a_whole(pipe)
-
-
-def test_a_pruning_may_be_made_permanent(agree: Agree) -> None:
-    def loop(model: nn.Module) -> list[float]:
-        layer = model.get_submodule("2")
-        prune.l1_unstructured(layer, "weight", 0.5)
-        train(model)
-        prune.remove(layer, "weight")
-        return train(model)
-
-    agree(loop)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])

@@ -119,44 +119,6 @@ def test_training_under_autocast_is_close_to_the_modules_with_several_micro_batc
     )
 
 
-@half
-@modes
-def test_two_trainings_under_autocast_are_equal_bit_for_bit(
-    devices: list[str], checkpoint: str, dtype: torch.dtype
-) -> None:
-    device, module = first_of(devices), perceptron()
-    trained = []
-    for _ in range(2):
-        own = copy.deepcopy(module)
-        with in_pipe(own, devices, chunks=3, checkpoint=checkpoint) as pipe:
-            torch.manual_seed(1)
-            train(pipe, device, dtype)
-        trained.append(list(own.parameters()))
-    assert all(map(torch.equal, *trained))
-
-
-@half
-def test_the_dtypes_of_outputs_and_gradients_are_the_modules(
-    devices: list[str], dtype: torch.dtype
-) -> None:
-    device, module = first_of(devices), perceptron()
-    x = batch()[0].to(device).requires_grad_()
-    with in_pipe(module, devices, chunks=3) as pipe:
-        with torch.autocast(device.type, dtype):
-            y = pipe(x)
-        y.float().sum().backward()
-    assert y.dtype is dtype
-    assert x.grad is not None and x.grad.dtype is torch.float32
-    assert {p.grad.dtype for p in pipe.parameters() if p.grad is not None} == {torch.float32}
-
-
-def test_autocast_may_be_switched_off_for_one_call(devices: list[str]) -> None:
-    device = first_of(devices)
-    with in_pipe(perceptron(), devices, chunks=3) as pipe, torch.autocast(device.type):
-        with torch.autocast(device.type, enabled=False):
-            assert pipe(batch()[0]).dtype is torch.float32
-
-
 # GradScaler ---------------------------------------------------------------------------------------
 
 
@@ -212,25 +174,6 @@ def test_a_scaled_training_with_a_skipped_step_is_the_modules(
         return
     assert found == expected
     assert_equal_weights(module, plain)
-
-
-@modes
-def test_a_step_with_infinite_gradients_is_skipped(devices: list[str], checkpoint: str) -> None:
-    device, module = first_of(devices), perceptron()
-    with in_pipe(module, devices, chunks=3, checkpoint=checkpoint) as pipe:
-        before = copy.deepcopy(module.state_dict())
-        (_, scale), = train_scaled(pipe, device, with_an_overflow()[2:3])
-        assert all(torch.equal(value, before[name]) for name, value in pipe.state_dict().items())
-    assert scale == 2.0**9
-
-
-def test_scales_are_those_of_the_module_with_several_micro_batches(devices: list[str]) -> None:
-    device = first_of(devices)
-    plain = perceptron().to(device)
-    module, batches = copy.deepcopy(plain), with_an_overflow()
-    expected = [scale for _, scale in train_scaled(plain, device, batches)]
-    with in_pipe(module, devices, chunks=3) as pipe:
-        assert [scale for _, scale in train_scaled(pipe, device, batches)] == expected
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,7 @@ optimizer's moments, its groups and the schedule.
 from __future__ import annotations
 
 import contextlib
-import io
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +23,6 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from torch.nn.parallel import DistributedDataParallel
 
-import pipert
 from pipert import Pipe
 
 # What it says is what is wanted, and what no_dist=True asks for: to save in a single process.
@@ -223,14 +220,6 @@ def test_with_the_same_chunks_a_run_goes_on_bit_for_bit(
     assert losses == uninterrupted(PLACES[before])
 
 
-def test_a_pipe_saves_the_same_bytes_as_the_plain_module() -> None:
-    module, plain, piped = six_layers(0), io.BytesIO(), io.BytesIO()
-    torch.save(module.state_dict(), plain)
-    with placed(module, PLACES["three devices"]) as pipe:
-        torch.save(pipe.state_dict(), piped)
-    assert piped.getvalue() == plain.getvalue()
-
-
 # assign=True: the tensors of the file become the parameters.
 
 
@@ -255,28 +244,6 @@ def test_a_run_goes_on_with_parameters_that_are_assigned(
         same(train(run, batches()[BEFORE:]), uninterrupted(None))
 
 
-def test_assigned_parameters_are_those_of_module_and_partitions() -> None:
-    module, state = six_layers(0), six_layers(1).state_dict()
-    with placed(module, PLACES["two devices"]) as pipe:
-        assert isinstance(pipe, Pipe)
-        pipe.load_state_dict(state, assign=True)
-        assert pipe[0] is module[0] is pipe.partitions[0][0]
-        assert [p.data_ptr() for p in module.parameters()] == [t.data_ptr() for t in state.values()]
-
-
-def test_a_model_without_memory_is_assigned_and_then_put_in_a_pipe() -> None:
-    with torch.device("meta"):
-        module = six_layers(0)
-    expected, x = six_layers(1), batches()[0]
-    makes: list[Any] = [partial(Pipe, balance=[2, 4]), partial(pipert.pipeline, cuts=["2"])]
-    for make in makes:
-        with pytest.raises(ValueError, match=r"'0.weight' and .* more.*load_state_dict\(state"):
-            make(module, devices=["cpu"] * 2)
-    module.load_state_dict(expected.state_dict(), assign=True)
-    with placed(module, PLACES["two devices"]) as pipe:
-        same(pipe(x), expected(x))
-
-
 @pytest.mark.parametrize("deferred", [False, True])
 def test_assigned_running_statistics_are_those_that_are_updated(deferred: bool) -> None:
     def normalised(seed: int) -> nn.Sequential:
@@ -295,23 +262,6 @@ def test_assigned_running_statistics_are_those_that_are_updated(deferred: bool) 
     assert second[1].running_mean is state["1.running_mean"]
     for name, tensor in first.state_dict().items():
         assert torch.equal(tensor, second.state_dict()[name])
-
-
-# A state that does not fit.
-
-
-@pytest.mark.layered  # the error is the model's own
-@pytest.mark.parametrize("place", [name for name in PLACES if name != "plain"])
-def test_a_state_that_does_not_fit_is_refused_as_the_plain_module_refuses_it(place: str) -> None:
-    module = six_layers(0)
-    state = module.state_dict()
-    state["partitions.0.0.weight"] = state.pop("0.weight")
-    state["5.bias"] = state["5.bias"][:1]
-    with pytest.raises(RuntimeError) as expected:
-        module.load_state_dict(state)
-    with placed(module, PLACES[place]) as pipe, pytest.raises(RuntimeError) as refused:
-        pipe.load_state_dict(state)
-    assert str(refused.value) == str(expected.value).replace("Sequential", "Pipe")
 
 
 # The whole pipe in a file.
@@ -367,19 +317,6 @@ def test_a_file_of_ddp_is_loaded_without_its_prefix(
         model.load_state_dict(state, strict=True)
         run.optimizer.load_state_dict(optimizer)
         run.schedule.load_state_dict(schedule)
-        same(train(run, batches()[BEFORE:]), uninterrupted(None))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("way", ["dcp", "async_save"])
-@pytest.mark.parametrize("after", ["plain", "three devices"])
-def test_a_distributed_checkpoint_of_ddp_has_no_prefix_to_lose(
-    process_group: None, tmp_path: Path, after: str, way: str
-) -> None:
-    path = tmp_path / "run"
-    with in_ddp("two devices", path, way), placed(six_layers(9), PLACES[after]) as model:
-        run = training(model)
-        WAYS[way].load(path, run)
         same(train(run, batches()[BEFORE:]), uninterrupted(None))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -11,7 +10,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from models.amoebanet import Cell, FactorizedReduction, amoebanet_d, conv_1x7_7x1
+from models.amoebanet import Cell, amoebanet_d
 from models.resnet import resnet, resnet101
 from models.skips import Add, Concatenate, Stash
 from models.unet import unet
@@ -66,13 +65,6 @@ def test_large_amoebanets_have_the_published_size(
         model = amoebanet_d(layers, filters)
     assert len(model) == layers + 6
     assert parameters_of(model) / 1e6 == pytest.approx(millions, abs=0.05)
-
-
-@pytest.mark.slow
-def test_resnet101_has_the_published_size() -> None:
-    with torch.device("meta"):
-        model = resnet101()
-    assert (len(model), parameters_of(model)) == (370, 44_549_160)
 
 
 @pytest.mark.slow
@@ -191,23 +183,6 @@ def test_the_flat_unet_computes_what_the_nested_one_does(
     torch.testing.assert_close(actual_grads, expected_grads)
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_the_flat_resnet_computes_what_the_nested_one_does(training: bool) -> None:
-    blocks, channels, classes = (1, 2, 2, 1), 4, 5
-    flat = resnet(blocks, channels=channels, num_classes=classes).double().train(training)
-    nested = reference_resnet(blocks, channels, classes).double().train(training)
-    with torch.no_grad():  # the parameters are in the same order
-        for theirs, ours in zip(nested.parameters(), flat.parameters(), strict=True):
-            theirs.copy_(ours)
-    images = torch.randn(3, 3, 40, 72, dtype=torch.float64)
-    actual, expected = flat(images), nested(images)
-    torch.testing.assert_close(actual, expected)
-    actual_grads = torch.autograd.grad(actual.square().sum(), list(flat.parameters()))
-    expected_grads = torch.autograd.grad(expected.square().sum(), list(nested.parameters()))
-    torch.testing.assert_close(actual_grads, expected_grads)
-    torch.testing.assert_close(list(flat.buffers()), list(nested.buffers()))
-
-
 @pytest.mark.slow
 def test_resnet101_is_torchvision_s_parameter_for_parameter() -> None:
     with torch.device("meta"):
@@ -253,23 +228,6 @@ def test_a_reduction_cell_computes_what_its_table_says() -> None:
     torch.testing.assert_close(own, torch.cat([s4, s5, s6], dim=1))
     assert own.shape[2:] == (3, 4)
     assert last is output
-
-
-def test_the_two_halves_of_a_factorized_reduction_see_different_pixels() -> None:
-    reduce = FactorizedReduction(3, 8).double()
-    x = torch.randn(2, 3, 6, 8, dtype=torch.float64)
-    even = F.conv2d(F.relu(x[:, :, 0::2, 0::2]), reduce.even.weight)
-    odd = F.conv2d(F.relu(x[:, :, 1::2, 1::2]), reduce.odd.weight)
-    torch.testing.assert_close(reduce(x), reduce.norm(torch.cat([even, odd], dim=1)))
-
-
-def test_a_factorized_convolution_strides_over_the_width_and_then_over_the_height() -> None:
-    x = torch.zeros(1, 8, 12, 16)
-    shapes = []
-    for layer in conv_1x7_7x1(8, stride=2).children():
-        x = layer(x)
-        shapes.append(tuple(x.shape[1:]))
-    assert shapes == [(2, 12, 16), (2, 12, 8), (2, 6, 8), (8, 6, 8)]
 
 
 # --- in a Pipe ------------------------------------------------------------------------------------
@@ -353,12 +311,6 @@ def test_a_model_in_a_pipe_trains_like_the_plain_one(
     assert_trains_like_the_plain_model(name, balance, 2, checkpoint)
 
 
-@pytest.mark.parametrize("chunks", [1, 3, ROWS])
-@pytest.mark.parametrize("name", NAMES)
-def test_the_number_of_chunks_does_not_matter(name: str, chunks: int) -> None:
-    assert_trains_like_the_plain_model(name, even_balance(MODELS[name](), 2), chunks)
-
-
 @pytest.mark.parametrize("checkpoint", MODES)
 @pytest.mark.parametrize(
     ("name", "first_of_second", "kind"),
@@ -381,36 +333,3 @@ def test_a_model_can_be_cut_anywhere(
     assert isinstance(model.get_submodule(first_of_second), kind)
     cut = [name for name, _ in model.named_children()].index(first_of_second)
     assert_trains_like_the_plain_model(name, [cut, len(model) - cut], 2, checkpoint)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_pipe_in_evaluation_computes_the_plain_models_output(name: str) -> None:
-    model, images = MODELS[name]().double(), mini_batch()
-    model(images)  # moves the running statistics
-    model.eval()
-    with torch.no_grad(), pipe_of(model, even_balance(model, 3), 3) as pipe:
-        torch.testing.assert_close(pipe(images), model(images))
-
-
-def test_dropout_draws_the_same_numbers_again_when_it_is_recomputed() -> None:
-    model, images = unet(1, 2, dropout=0.3).double(), mini_batch()
-    outcomes = []
-    for checkpoint in MODES:
-        torch.manual_seed(1)
-        model.zero_grad()
-        with pipe_of(model, even_balance(model, 3), 2, checkpoint) as pipe:
-            outcomes.append(outcome(pipe, images))
-    torch.testing.assert_close(outcomes[1], outcomes[0], rtol=0, atol=0)
-    torch.testing.assert_close(outcomes[2], outcomes[0], rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_model_is_an_ordinary_module(name: str) -> None:
-    model, images = MODELS[name]().double().eval(), mini_batch()
-    expected = model(images)
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert torch.equal(twin(images), expected)
-    fresh = MODELS[name]().double().eval()
-    with pipe_of(model, even_balance(model, 2), 2) as pipe:
-        fresh.load_state_dict(pipe.state_dict())
-    assert torch.equal(fresh(images), expected)

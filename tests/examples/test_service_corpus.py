@@ -47,18 +47,6 @@ def test_a_pass_visits_each_window_once(folder: Path) -> None:
     assert sorted(windows(corpus_of(folder), 8)) == expected
 
 
-def test_the_next_pass_visits_them_in_another_order(folder: Path) -> None:
-    corpus = corpus_of(folder)
-    first, second = windows(corpus, 8), windows(corpus, 8)
-    assert first != second
-    assert sorted(first) == sorted(second)
-
-
-def test_the_order_follows_from_the_seed(folder: Path) -> None:
-    assert windows(corpus_of(folder), 20) == windows(corpus_of(folder), 20)
-    assert windows(corpus_of(folder), 20) != windows(corpus_of(folder, seed=1), 20)
-
-
 def test_batches_follow_one_another_whatever_their_size(folder: Path) -> None:
     parts = corpus_of(folder)
     assert windows(corpus_of(folder), 21) == [w for n in (1, 2, 18) for w in windows(parts, n)]
@@ -70,17 +58,6 @@ def test_a_corpus_continues_where_its_state_was_saved(folder: Path, before: int)
     windows(corpus, before)
     again = restored(folder, corpus.state_dict())
     assert windows(again, 20) == windows(corpus, 20)
-
-
-@pytest.mark.parametrize("before", [3, 9])
-def test_new_text_changes_nothing_until_the_next_look(folder: Path, before: int) -> None:
-    corpus = corpus_of(folder)
-    windows(corpus, before)
-    state = corpus.state_dict()
-    expected = windows(corpus, 20)
-    append(folder / "a.txt", b"more of it")
-    (folder / "c.txt").write_bytes(b"a new file")
-    assert windows(restored(folder, state), 20) == expected
 
 
 def test_text_found_by_a_look_comes_once_in_this_pass(folder: Path) -> None:
@@ -125,14 +102,6 @@ def test_a_state_with_parts_goes_on_in_the_middle_of_one(folder: Path) -> None:
     assert windows(again, 40) == windows(corpus, 40)
 
 
-def test_hidden_files_other_files_and_short_ones_are_left_out(folder: Path) -> None:
-    for name in (".d.txt", "e.bin", ".hidden/f.txt"):
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_bytes(bytes(50))
-    (folder / "g.txt").write_bytes(bytes(CONTEXT))  # a window has one byte more
-    assert corpus_of(folder).windows == 8
-
-
 def test_a_file_that_is_gone_or_shorter_is_an_error(folder: Path) -> None:
     corpus = corpus_of(folder)
     (folder / "a.txt").write_bytes(bytes(3))
@@ -150,10 +119,3 @@ def test_a_resume_with_other_bytes_is_an_error(folder: Path) -> None:
     (folder / "a.txt").write_bytes(text)
     with pytest.raises(CorpusChangedError, match="its first 21 bytes are others"):
         restored(folder, state)
-
-
-def test_a_resume_with_another_seed_or_context_is_an_error(folder: Path) -> None:
-    state = corpus_of(folder).state_dict()
-    for context, seed in ((CONTEXT, 1), (CONTEXT + 1, 0)):
-        with pytest.raises(ValueError, match="was saved for context 4 and seed 0"):
-            Corpus(folder, context, seed).load_state_dict(state)

@@ -116,12 +116,6 @@ def test_process_0_alone_prints(runs: Runs) -> None:
     assert f"{runs.alone.after:.2f} after" in last
 
 
-@starts_processes
-def test_the_saved_model_loads_into_the_plain_sequential(example: ModuleType, runs: Runs) -> None:
-    config = example.ModelConfig(context=16, width=16, layers=2, heads=2)
-    example.build_model(config).load_state_dict(runs.model, strict=True)
-
-
 def test_a_process_that_fails_does_not_wait_for_the_others(example: ModuleType) -> None:
     """To leave the process group is to wait for operations that other processes have not begun."""
     with pytest.raises(ValueError, match="a layer has failed"):
@@ -129,26 +123,6 @@ def test_a_process_that_fails_does_not_wait_for_the_others(example: ModuleType) 
             raise ValueError("a layer has failed")
     assert dist.is_initialized()
     dist.destroy_process_group()
-
-
-@pytest.mark.slow
-def test_accumulation_changes_nothing_but_rounding(example: ModuleType, tmp_path: Path) -> None:
-    run = options(tmp_path, "--steps", "5")
-    parts = example.main([*run, "--accumulate", "4"])
-    whole = example.main([*run, "--accumulate", "1"])
-    assert parts.after == pytest.approx(whole.after, rel=1e-4)
-
-
-@pytest.mark.slow
-def test_resuming_with_another_model_shape_is_refused(
-    example: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "gpt.pt"
-    run = options(tmp_path, "--steps", "1")
-    example.main([*run, "--save", str(file)])
-    with pytest.raises(SystemExit):
-        example.main([*run, "--resume", str(file), "--width", "32"])
-    assert "--resume fixes the model to {'context': 16, 'width': 16," in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -87,11 +87,6 @@ def test_cpu_workers_share_the_cores(
 
 
 @pytest.mark.slow
-def test_the_sample_has_the_length_asked_for(example: ModuleType, small: list[str]) -> None:
-    assert len(example.main([*small, "--steps", "1", "--sample", "20"]).sample) == 20
-
-
-@pytest.mark.slow
 def test_the_saved_model_loads_into_the_plain_sequential(
     example: ModuleType, small: list[str], tmp_path: Path
 ) -> None:
@@ -126,16 +121,6 @@ def test_a_resumed_run_ends_bit_for_bit_like_an_uninterrupted_one(
     actual = torch.load(rest, weights_only=True)["trainer"]["model"]
     assert actual.keys() == expected.keys()
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
-
-
-@pytest.mark.slow
-def test_a_finished_run_can_be_resumed_for_a_sample(
-    example: ModuleType, small: list[str], where: list[str], tmp_path: Path
-) -> None:
-    file = str(tmp_path / "gpt.pt")
-    finished = example.main([*small, "--steps", "2", "--save", file])
-    again = example.main([*where, "--resume", file, "--sample", "3"])
-    assert (again.steps, again.after, len(again.sample)) == (2, finished.after, 3)
 
 
 @pytest.mark.slow
@@ -182,33 +167,7 @@ def test_a_bad_option_ends_the_program_with_a_clear_message(
     assert message in capsys.readouterr().err
 
 
-def test_the_held_out_part_shares_no_byte_with_the_training_part(example: ModuleType) -> None:
-    training, held_out = example.split_text(b"t" * 900 + b"h" * 100, context=16)
-    assert bytes(training.tolist()) == b"t" * 900
-    assert bytes(held_out.tolist()) == b"h" * 100
-
-
 def test_the_text_is_the_standard_library_by_default(example: ModuleType) -> None:
     text = example.read_text(None)
     assert b"class ArgumentParser(" in text
     assert text == example.read_text(None)
-
-
-def test_a_folder_is_read_in_the_order_of_its_names(example: ModuleType, tmp_path: Path) -> None:
-    for name, content in (("b.txt", b"two"), ("a.py", b"one"), ("c.bin", b"not text")):
-        (tmp_path / name).write_bytes(content)
-    assert example.read_text(tmp_path) == b"onetwo"
-
-
-@pytest.mark.parametrize(
-    ("partitions", "balance"), [(1, [6]), (2, [3, 3]), (4, [2, 2, 1, 1]), (9, [1] * 6)]
-)
-def test_layers_are_spread_evenly(example: ModuleType, partitions: int, balance: list[int]) -> None:
-    assert example.even_balance(6, partitions) == balance
-
-
-def test_the_learning_rate_warms_up_and_falls_to_a_tenth(example: ModuleType) -> None:
-    rates = [example.learning_rate(step, 1.0, 4, 100) for step in range(101)]
-    assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
-    assert rates[4:] == sorted(rates[4:], reverse=True)
-    assert rates[100] == pytest.approx(0.1)

@@ -73,19 +73,6 @@ def test_the_result_depends_on_the_seed_and_not_on_how_the_work_is_split(
     assert other.losses != pytest.approx(first.losses, rel=1e-3)
 
 
-@pytest.mark.slow
-def test_layers_are_measured_if_no_balance_is_given(
-    example: ModuleType, small: list[str], two_devices: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    without = [option for option in small if option not in ("--balance", "33,32")]
-    example.main(without)
-    first, second = two_devices.split(",")
-    line = rf"65 layers: (\d+) on {first}, (\d+) on {second}\n"
-    found = re.match(line, capsys.readouterr().out)
-    assert found is not None
-    assert int(found[1]) + int(found[2]) == 65
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -117,35 +104,5 @@ def test_a_bad_option_ends_the_program_with_a_clear_message(
     assert message in capsys.readouterr().err
 
 
-def test_the_photographs_come_with_the_package(example: ModuleType) -> None:
-    folder = Path(skimage.data.__file__).parent
-    for name in (*example.TRAINING, example.HELD_OUT):
-        assert list(folder.glob(f"{name}.*")), f"{name} would be downloaded"
-
-
 def test_the_training_never_sees_the_photograph_held_out(example: ModuleType) -> None:
     assert example.HELD_OUT not in example.TRAINING
-
-
-def test_the_largest_crop_fits_every_photograph(example: ModuleType) -> None:
-    smallest = min(min(example.photograph(name).shape[1:]) for name in example.TRAINING)
-    assert smallest == example.MAX_SIZE
-
-
-def test_crops_are_parts_of_the_photographs(example: ModuleType) -> None:
-    images = [torch.zeros(3, 70, 90), torch.arange(8 * 9.0).view(8, 9).repeat(3, 10, 10)]
-    crops = example.random_crops(images, 20, 64)
-    assert crops.shape == (20, 3, 64, 64)
-    assert {bool(crop.any()) for crop in crops} == {True, False}  # of both
-    assert len({crop[0, 0, 0].item() for crop in crops}) > 5  # from many places
-
-
-def test_luminance_weighs_the_colors_to_one(example: ModuleType) -> None:
-    white = torch.ones(2, 3, 4, 5)
-    torch.testing.assert_close(example.luminance(white), torch.ones(2, 1, 4, 5))
-
-
-def test_a_tenth_of_the_squared_error_is_ten_decibels(example: ModuleType) -> None:
-    target = torch.zeros(1, 1, 4, 4)
-    assert example.psnr(target + 0.1, target) == pytest.approx(20)
-    assert example.psnr(target + 0.1 / 10**0.5, target) == pytest.approx(30)

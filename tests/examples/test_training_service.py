@@ -156,33 +156,6 @@ def test_a_stop_on_gpus_changes_no_result(run: Folders, devices: str) -> None:
     assert_same(run.final(8), expected)
 
 
-def test_a_torn_state_is_refused_and_the_one_before_it_taken(
-    run: Folders, undisturbed: Undisturbed
-) -> None:
-    run.run("--steps 6")
-    newest = max(run.state.glob("*.pt"))
-    newest.write_bytes(newest.read_bytes()[:-1])
-    life = run.run()
-    (refused,) = life.lines("checkpoint refused")
-    assert refused["level"] == "error"
-    assert life.lines("resumed")[0]["step"] == 4
-    assert_same(run.final(), undisturbed[0])
-
-
-def test_a_run_with_other_options_does_not_take_the_state(run: Folders) -> None:
-    run.run("--steps 2")
-    life = run.start("--steps 4 --lr 0.02 --seed 7")
-    assert life.wait() == 1
-    assert "belongs to a run with {'lr': 0.01, 'seed': 0}" in life.lines("failed")[0]["exception"]
-
-
-def test_a_run_that_is_past_its_last_step_ends(run: Folders) -> None:
-    run.run("--steps 4")
-    life = run.start("--steps 2")
-    assert life.wait() == 0
-    assert [line["step"] for line in life.lines("stopped")] == [4]
-
-
 def test_two_processes_do_not_use_the_same_states(run: Folders) -> None:
     first = run.start("--save-every 1000")
     first.wait_for("step")
@@ -234,14 +207,6 @@ def during(step, rows):
     assert_same(run.final(30), expected.final(30))
     position = run.final(30)["trainer"]["corpus"]["position"]
     assert (position["pass"], position["part"]) == (2, 1)  # at what was found last
-
-
-def test_the_service_does_not_start_without_text(run: Folders) -> None:
-    for file in run.data.iterdir():
-        file.unlink()
-    life = run.start()
-    assert life.wait() == 1
-    assert "there is no text of 9 bytes or more" in life.lines("failed")[0]["exception"]
 
 
 # --- out of memory, and stuck ---------------------------------------------------------------------

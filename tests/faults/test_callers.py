@@ -118,30 +118,6 @@ def nested(
     return inner, outer, nn.Sequential(before, *inner_layers, behind)
 
 
-@modes
-@pytest.mark.parametrize("of_outer", MODES)
-@pytest.mark.parametrize("kind", [Failure, KeyboardInterrupt])
-def test_both_pipes_are_right_after_a_failure_in_an_inner_pipe(
-    kind: type[BaseException], of_outer: str, checkpoint: str
-) -> None:
-    errors: list[BaseException] = [kind("inside")]
-    layers = [Scale(0), Scale(1, lambda caller, phase: errors[0] if errors else None)]
-    inner, outer, plain = nested(layers, checkpoint, of_outer)
-    parameters, x = list(plain.parameters()), batch(0)
-    with inner, outer:
-        with pytest.raises(kind) as info:
-            outer(x)
-        assert info.value is errors.pop()
-        assert [note.split(": ")[0] for note in info.value.__notes__] == [
-            "in forward F[0,1]",
-            "in forward F[0,1]",
-        ]
-        expected = step(plain, x, parameters)
-        assert not wrong(step(outer, x, parameters), expected)
-        inner_expected = step(nn.Sequential(*layers), x, list(inner.parameters()))
-        assert not wrong(step(inner, x, list(inner.parameters())), inner_expected)
-
-
 @pytest.mark.parametrize("of_inner", MODES)
 @pytest.mark.parametrize("kind", [Failure, KeyboardInterrupt, SystemExit])
 def test_both_pipes_are_right_after_an_inner_failure_in_a_recomputation_of_the_outer(
@@ -196,24 +172,6 @@ def test_two_pipes_that_share_parameters_are_right_at_once(checkpoint: str) -> N
             )
             for x, mine in zip(inputs, found, strict=True):
                 assert not wrong(mine, step(model, x, parameters))
-
-
-@modes
-def test_two_pipes_that_share_parameters_add_up_their_gradients(checkpoint: str) -> None:
-    with sharing(checkpoint) as (first, second, model):
-        x = batch(0)
-        model.zero_grad()
-        y = first(x)
-        z = second(y)
-        (y[:, 1:].sum() + z[:, 1:].square().sum()).backward()
-        found = [parameter.grad for parameter in model.parameters()]
-        y = model(x)
-        loss = y[:, 1:].sum() + model(y)[:, 1:].square().sum()
-        for mine, right in zip(
-            found, torch.autograd.grad(loss, list(model.parameters())), strict=True
-        ):
-            assert mine is not None
-            torch.testing.assert_close(mine, right)
 
 
 # A pipe in hooks of a backward --------------------------------------------------------------------
@@ -288,23 +246,6 @@ def test_a_pipe_may_be_called_in_a_hook_of_a_backward(
     for parameter, grad in zip(parameters, expected[1:], strict=True):
         assert parameter.grad is not None
         torch.testing.assert_close(parameter.grad, grad)
-
-
-@pytest.mark.parametrize("kind", [Failure, KeyboardInterrupt])
-def test_a_failure_of_a_pipe_in_a_hook_of_a_backward_is_raised_by_it(
-    kind: type[BaseException],
-) -> None:
-    def fails(caller: int, phase: str) -> BaseException | None:
-        return kind("in a hook") if caller == 1 else None
-
-    model = nn.Sequential(Scale(0), Scale(1, fails), Scale(2))
-    parameters, x = list(model.parameters()), batch(0)
-    with Pipe(model, [2, 1], devices=["cpu"] * 2, chunks=2, checkpoint="always") as pipe:
-        handle = hook_output(pipe, lambda: pipe(batch(1)))
-        with pytest.raises(kind, match="in a hook"):
-            step(pipe, x, parameters)
-        handle.remove()
-        assert not wrong(step(pipe, x, parameters), step(model, x, parameters))
 
 
 # asyncio ------------------------------------------------------------------------------------------

@@ -34,22 +34,6 @@ for case in ("forward", "always"), ("recomputation", "always"), ("backward", "ne
     assert ends(script) == (0, "", "")
 
 
-def test_a_handler_of_sigterm_that_exits_ends_the_program_in_the_middle_of_a_step() -> None:
-    script = """
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
-
-def killed(where, checkpoint):
-    global act
-    act = hit(where, signal.SIGTERM)
-    step(pipe_of(checkpoint))
-
-for case in ("forward", "always"), ("recomputation", "always"), ("backward", "never"):
-    if (code := in_child(killed, *case)) != 7:
-        print(*case, code)
-"""
-    assert ends(script) == (0, "", "")
-
-
 def test_a_handler_of_sigterm_may_close_the_pipe_in_the_middle_of_a_forward() -> None:
     script = """
 signal.signal(signal.SIGTERM, lambda *_: pipe.close())
@@ -153,30 +137,6 @@ running.wait()
 sys.exit(5)
 """
     assert ends(script, whole_end=True) == (5, "True True\n", "")
-
-
-def test_an_error_on_main_ends_the_program_while_a_daemon_serves_with_skips() -> None:
-    script = """
-pipe = pipe_of("never")
-running = threading.Event()
-
-def act(where):
-    running.set()
-    time.sleep(0.01)
-
-def serve():
-    try:
-        with torch.no_grad():
-            while True:
-                pipe(X)
-    except PipeClosedError:
-        threading.Event().wait()  # drops no tensor
-
-threading.Thread(target=serve, daemon=True).start()
-running.wait()
-raise SystemExit("done")
-"""
-    assert ends(script, whole_end=True) == (1, "", "done\n")
 
 
 # Fork ---------------------------------------------------------------------------------------------

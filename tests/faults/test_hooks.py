@@ -15,17 +15,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipert import Pipe, RecomputationError, is_recomputing
-from tests.faults.injector import (
-    Custom,
-    Failure,
-    Layer,
-    Setting,
-    Site,
-    micro_batch_of,
-    partition_here,
-    wrongs_of,
-)
+from pipert import Pipe, is_recomputing
+from tests.faults.injector import Custom, Failure, Layer, Setting, micro_batch_of, wrongs_of
 
 pytestmark = pytest.mark.usefixtures("no_gc_in_module")
 
@@ -102,21 +93,6 @@ def test_an_error_in_a_layers_hook_is_raised(
 
 @pytest.mark.pairwise
 @kinds
-@pytest.mark.parametrize("hook", ["forward pre hook", "forward hook"])
-def test_an_error_in_a_hook_in_a_recomputation_is_raised_with_a_note(
-    hook: str, kind: type[BaseException]
-) -> None:
-    setting = Setting(2, 3, "always")
-    setting.site.arm("hook in recomputation", 1, 0, kind("in a hook"))
-    with setting.pipe:
-        for layer in layers_of(setting):
-            REGISTER[hook](layer)
-        note = "in recomputation R[1,0]: partition 0 on cpu, layer '0' (Layer), micro-batch 1 of 3"
-        assert wrongs_of(setting, setting.step, note) == []
-
-
-@pytest.mark.pairwise
-@kinds
 @modes
 def test_an_error_in_a_parameters_hook_is_raised(
     checkpoint: str, kind: type[BaseException]
@@ -130,80 +106,6 @@ def test_an_error_in_a_parameters_hook_is_raised(
         assert wrongs_of(setting, setting.step) == []
 
 
-# Saved-tensor hooks of the caller -----------------------------------------------------------------
-
-
-class Packing:
-    """Saved-tensor hooks that raise at one of their calls, counted per thread."""
-
-    def __init__(self, site: Site) -> None:
-        self._site = site
-        self._packed = [itertools.count() for _ in range(4)]
-        self._unpacked = itertools.count()
-
-    def pack(self, tensor: Tensor) -> Tensor:
-        here = partition_here()
-        self._site.strike("pack", next(self._packed[here]), here)
-        return tensor.detach()
-
-    def unpack(self, tensor: Tensor) -> Tensor:
-        self._site.strike("unpack", next(self._unpacked), -1)
-        return tensor
-
-
-def step_under(setting: Setting) -> Callable[[], None]:
-    """Returns a step whose forward, but not its backward, is under saved-tensor hooks."""
-    hooks = Packing(setting.site)
-
-    def run() -> None:
-        with torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack):
-            loss = setting.forward(setting.pipe)[:, 1:].square().sum()
-        loss.backward()
-
-    return run
-
-
-@pytest.mark.pairwise
-@kinds
-@pytest.mark.parametrize("k", [0, 1, 3])
-def test_an_error_while_packing_in_a_forward_is_raised_with_a_note(
-    k: int, kind: type[BaseException]
-) -> None:
-    setting = Setting(2, 3, "never")
-    setting.site.arm("pack", k, 1, kind("while packing"))
-    with setting.pipe:
-        i = k // 3  # a layer of the setting saves three tensors
-        note = f"in forward F[{i},1]: partition 1 on cpu, layer '1' (Layer), micro-batch {i} of 3"
-        assert wrongs_of(setting, step_under(setting), note) == []
-
-
-@pytest.mark.pairwise
-@kinds
-@pytest.mark.parametrize("k", [1, 2, 4])
-def test_an_error_while_packing_in_a_recomputation_is_raised_with_a_note(
-    k: int, kind: type[BaseException]
-) -> None:
-    setting = Setting(2, 3, "always")
-    setting.site.arm("pack", k, -1, kind("while packing"))
-    with setting.pipe:
-        j = 1 if k < 3 else 0  # a layer saves three; one micro-batch goes back before the next
-        note = f"in recomputation R[2,{j}]: partition {j} on cpu, layer '{j}' (Layer)"
-        assert wrongs_of(setting, step_under(setting), note) == []
-
-
-@pytest.mark.pairwise
-@kinds
-@modes
-@pytest.mark.parametrize("k", [1, 5])
-def test_an_error_while_unpacking_in_a_backward_is_raised(
-    k: int, checkpoint: str, kind: type[BaseException]
-) -> None:
-    setting = Setting(2, 3, checkpoint)
-    setting.site.arm("unpack", k, -1, kind("while unpacking"))
-    with setting.pipe:
-        assert wrongs_of(setting, step_under(setting)) == []
-
-
 # Several tasks at once ----------------------------------------------------------------------------
 
 
@@ -214,17 +116,6 @@ def drawn_tasks(seed: int) -> tuple[int, int, list[tuple[int, int]]]:
     every = [(i, j) for i in range(m) for j in range(n)]
     tasks = draw.sample(every, draw.randint(2, len(every)))
     return m, n, sorted(tasks, key=lambda task: (sum(task), task[1]))
-
-
-@pytest.mark.parametrize("seed", range(21))
-def test_the_first_of_several_failures_in_schedule_order_is_raised(seed: int) -> None:
-    m, n, tasks = drawn_tasks(seed)
-    setting = Setting(n, m, MODES[seed % 3])
-    for k, (i, j) in enumerate(tasks):
-        setting.site.arm("forward", i, j, KINDS[(seed + k) % len(KINDS)]("one of several"))
-    with setting.pipe:
-        i, j = tasks[0]
-        assert wrongs_of(setting, setting.step, f"in forward F[{i},{j}]") == []
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -268,22 +159,6 @@ def test_an_error_in_a_recomputation_outside_its_layers_names_the_recomputation(
     with setting.pipe:
         note = "in recomputation R[1,1]: partition 1 on cpu, micro-batch 1 of 3"
         assert wrongs_of(setting, setting.step, note) == []
-
-
-class Forgets(nn.Module):
-    """A layer that saves less in its recomputation."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.tanh() if is_recomputing() else x.tanh().sigmoid()
-
-
-def test_the_error_of_a_recomputation_that_saves_less_names_it() -> None:
-    layers = nn.Sequential(nn.Linear(2, 2), Forgets())
-    with Pipe(layers, [1, 1], devices=["cpu"] * 2, chunks=2, checkpoint="always") as pipe:
-        loss = pipe(torch.rand(4, 2)).sum()
-        with pytest.raises(RecomputationError) as info:
-            loss.backward()
-    assert any("R[1,1]" in note for note in getattr(info.value, "__notes__", []))
 
 
 def test_the_error_of_a_recomputation_with_a_modified_input_names_it() -> None:

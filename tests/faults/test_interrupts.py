@@ -303,28 +303,3 @@ print(k > 20, *problems, sep="\\n")
 within(5, pipe.close)
 """
     assert run(sweep(stride) + script, STEP).stdout == "True\n"
-
-
-def test_a_second_ctrl_c_does_not_end_a_step_before_its_layers() -> None:
-    script = """
-executing = []
-
-def act(where):
-    if where == "backward" and not executing:
-        executing.append(True)
-        for _ in range(2):
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.05)
-        executing.append(True)
-
-logging.getLogger("pipert").addHandler(logging.NullHandler())
-logging.getLogger("pipert").propagate = False
-pipe = pipe_of("never")
-try:
-    train(pipe)
-except KeyboardInterrupt:
-    print(executing, set(grads(pipe)))
-print(is_right(pipe))
-pipe.close()
-"""
-    assert ends(script, "1f1b") == (0, "[True, True] {None}\nTrue\n", "")

@@ -31,12 +31,6 @@ def test_a_call_ends_after_the_timeout_of_its_pipe() -> None:
         stuck.times_out(lambda: stuck.pipe(stuck.x))
 
 
-def test_a_call_ends_after_the_timeout_that_was_assigned() -> None:
-    with Stuck() as stuck:
-        stuck.pipe.timeout = SHORT
-        stuck.times_out(lambda: stuck.pipe(stuck.x))
-
-
 def test_a_call_ends_after_a_timeout_of_its_own() -> None:
     with Stuck() as stuck:
         stuck.times_out(lambda: stuck.pipe(stuck.x, timeout=SHORT))
@@ -45,18 +39,6 @@ def test_a_call_ends_after_a_timeout_of_its_own() -> None:
 def test_the_timeout_of_a_call_replaces_that_of_the_pipe() -> None:
     with Stuck(timeout=600.0) as stuck:
         stuck.times_out(lambda: stuck.pipe(stuck.x, timeout=SHORT))
-
-
-def test_the_timeout_of_a_call_is_not_that_of_the_next() -> None:
-    with Stuck() as stuck:
-        stuck.times_out(lambda: stuck.pipe(stuck.x, timeout=SHORT))
-        assert stuck.pipe.timeout is None
-
-
-@pytest.mark.parametrize("timeout", [1, 2.5, None])
-def test_the_timeout_of_a_pipe_can_be_read(timeout: float | None) -> None:
-    with Stuck(timeout=timeout) as stuck:
-        assert stuck.pipe.timeout == timeout
 
 
 def test_a_copy_of_a_pipe_has_its_timeout() -> None:
@@ -83,21 +65,6 @@ def test_a_wrong_timeout_of_a_pipe_is_refused(timeout: Any, kind: type[Exception
 
 
 @wrong
-def test_a_wrong_timeout_of_a_call_is_refused(timeout: Any, kind: type[Exception]) -> None:
-    with Pipe(nn.Sequential(nn.Identity()), [1], devices=["cpu"]) as pipe:
-        with pytest.raises(kind, match="timeout"):
-            pipe(torch.ones(1), timeout=timeout)
-
-
-@wrong
-def test_a_wrong_timeout_is_not_assigned(timeout: Any, kind: type[Exception]) -> None:
-    with Pipe(nn.Sequential(nn.Identity()), [1], devices=["cpu"], timeout=3.0) as pipe:
-        with pytest.raises(kind, match="timeout"):
-            pipe.timeout = timeout
-        assert pipe.timeout == 3.0
-
-
-@wrong
 def test_a_wrong_timeout_of_close_is_refused_and_closes_nothing(
     timeout: Any, kind: type[Exception]
 ) -> None:
@@ -119,14 +86,6 @@ def test_a_timeout_that_the_first_layer_takes_too_is_refused() -> None:
             pipe(torch.ones(1), timeout=60.0)
         pipe.timeout = 60.0
         assert pipe(torch.ones(1)).item() == 5
-
-
-@modes
-def test_a_call_that_is_in_time_is_not_disturbed(checkpoint: str) -> None:
-    with Stuck(checkpoint=checkpoint, timeout=WAIT) as stuck:
-        stuck.let_go()
-        assert stuck.is_right()
-        assert stuck.is_right()
 
 
 def table_of(error: PipelineTimeout) -> list[str]:
@@ -160,39 +119,10 @@ def test_the_errors_table_has_a_row_for_the_waiting_worker() -> None:
     assert "waiting for input" in row
 
 
-def test_the_errors_table_has_a_row_for_the_idle_worker() -> None:
-    with Stuck(i=2, j=1) as stuck:
-        lines = table_of(stuck.times_out())
-    (row,) = [line for line in lines if line.startswith("pipert-cpu-0 ")]
-    assert "idle" in row
-
-
 def test_the_error_shows_the_stacks_of_executing_workers_only() -> None:
     with Stuck(i=1, j=0) as stuck:
         text = str(stuck.times_out())
     assert text.count("most recent call last") == 1 and "pipert-cpu-0 was at" in text
-
-
-@wheres
-def test_the_error_has_the_state_of_each_worker(where: str) -> None:
-    with Stuck(i=1, j=1, n=3, where=where) as stuck:
-        workers = stuck.times_out().workers
-    assert [worker.name for worker in workers] == [f"pipert-cpu-{j}" for j in range(3)]
-    doing = workers[1].doing
-    assert doing is not None and doing.seconds > 0
-    assert (doing.phase, doing.partition, doing.micro_batch) == (stuck.phase, 1, 1)
-
-
-@wheres
-def test_the_statistics_show_the_stuck_task_too(where: str) -> None:
-    with Stuck(where=where) as stuck:
-        caller = Caller(stuck.run, WAIT)
-        assert stuck.layer.entered.wait(WAIT)
-        doing = stuck.pipe.statistics().workers[1].doing
-        stuck.let_go()
-        caller.result()
-    assert doing is not None
-    assert (doing.phase, doing.partition, doing.micro_batch) == (stuck.phase, 1, 1)
 
 
 def test_the_error_can_be_pickled() -> None:
@@ -218,17 +148,6 @@ def test_calls_and_steps_are_refused_until_the_layer_returns_and_then_right(wher
 
 
 @wheres
-def test_a_timeout_changes_no_gradient(where: str) -> None:
-    with Stuck(where=where) as stuck:
-        stuck.x.requires_grad_()
-        stuck.times_out()
-        found = [p.grad for p in (*stuck.plain.parameters(), stuck.x)]
-        stuck.let_go()
-    # Nor when the layer has returned.
-    assert found + [p.grad for p in (*stuck.plain.parameters(), stuck.x)] == [None] * 6
-
-
-@wheres
 def test_another_run_that_waits_behind_the_stuck_one_is_right(where: str) -> None:
     with Stuck(where=where) as stuck:
         first = Caller(stuck.run, WAIT)
@@ -239,15 +158,6 @@ def test_another_run_that_waits_behind_the_stuck_one_is_right(where: str) -> Non
         assert not stuck.whole or stuck.has(2)
 
 
-def test_a_refused_call_is_not_a_run() -> None:
-    with Stuck() as stuck:
-        stuck.times_out()
-        before = stuck.pipe.statistics().runs
-        with pytest.raises(WorkerBusyError):
-            stuck.pipe(stuck.x)
-        assert stuck.pipe.statistics().runs == before
-
-
 @modes
 @pytest.mark.parametrize("at", [(0, 0), (1, 0), (2, 1), (1, 2), (2, 2)], ids=str)
 def test_the_next_step_is_right_when_the_worker_is_back(
@@ -256,46 +166,6 @@ def test_the_next_step_is_right_when_the_worker_is_back(
     with Stuck(*at, n=3, checkpoint=checkpoint) as stuck:
         stuck.times_out()
         assert stuck.is_right()
-
-
-def test_timeouts_may_repeat_on_the_same_threads() -> None:
-    with Stuck() as stuck:
-        stuck.times_out()
-        threads = list(stuck.pipe._runtime.pool._threads)
-        for _ in range(3):
-            assert stuck.is_right()
-            stuck.get_stuck_again()
-            stuck.times_out()
-        assert stuck.is_right()
-        assert stuck.pipe._runtime.pool._threads == threads
-
-
-def test_a_later_error_of_the_stuck_layer_is_not_raised() -> None:
-    def fail() -> None:
-        raise LookupError("too late")
-
-    with Stuck() as stuck:
-        stuck.times_out()
-        stuck.layer.afterwards = fail
-        assert stuck.is_right()
-
-
-def test_no_layer_of_the_call_begins_when_the_worker_is_back() -> None:
-    begun: list[int] = []
-    with Stuck(i=0, j=0, m=4) as stuck:
-        for layer in stuck.plain:
-            layer.register_forward_pre_hook(lambda _, args: begun.append(int(args[0][0, 0])))
-        stuck.times_out()
-        begun.clear()
-        stuck.until_back(lambda: stuck.pipe(stuck.x + 10))
-    assert [i for i in begun if i < 10] == []
-
-
-def test_a_worker_that_waits_for_a_gradient_is_freed_while_the_other_is_stuck() -> None:
-    with Stuck(where="backward") as stuck:
-        stuck.times_out()
-        assert until(lambda: stuck.pipe.statistics().workers[0].doing is None)
-        assert stuck.pipe.statistics().workers[1].doing is not None
 
 
 def test_workers_that_waited_for_an_input_are_free_at_once() -> None:
@@ -329,21 +199,6 @@ def test_no_activation_of_the_call_is_left_when_the_worker_is_back(
         assert until(lambda: not now(seen)), now(seen)
 
 
-def test_no_activation_of_the_call_is_left_when_the_stuck_layer_raises(no_gc: None) -> None:
-    """No caller takes the error, and no later call clears it away."""
-    seen: dict[int, Activations] = {}
-
-    def fail() -> None:
-        raise LookupError(seen.setdefault(1, Activations()).add(torch.ones(3)))
-
-    with Stuck(i=1, j=1, seen=seen, checkpoint="never") as stuck:
-        stuck.times_out()
-        stuck.layer.afterwards = fail
-        stuck.let_go()
-        assert until(lambda: all(w.doing is None for w in stuck.pipe.statistics().workers))
-        assert until(lambda: not now(seen)), now(seen)
-
-
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_only_the_input_of_the_stuck_task_is_kept_meanwhile(
     mode: Callable[[], Any], no_gc: None
@@ -364,14 +219,6 @@ def test_only_the_micro_batch_in_the_stuck_layer_of_a_step_is_kept_meanwhile(
         assert until(lambda: sum(now(seen).values()) <= 4)  # what it got, and what it has saved
         stuck.let_go()
         assert until(lambda: not now(seen)), now(seen)
-
-
-def test_nothing_of_later_micro_batches_is_kept_meanwhile(no_gc: None) -> None:
-    """The graph of the stuck task's input holds earlier ones, through the token."""
-    seen: dict[int, Activations] = {}
-    with Stuck(i=1, j=1, m=4, seen=seen, checkpoint="never") as stuck:
-        stuck.times_out()
-        assert until(lambda: set(now(seen)) <= {0, 1}), now(seen)
 
 
 def test_no_unpopped_skip_is_kept_meanwhile(no_gc: None) -> None:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections import UserDict
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from pipert.batch.microbatch import Arguments
 from pipert.layers.intercepted import intercept
-from pipert.model.calls import arguments_of, order_of_calls
+from pipert.model.calls import order_of_calls
 from pipert.model.cuts import homes, layers_of
 
 
@@ -50,27 +48,10 @@ def test_layers_are_ordered_by_their_first_calls() -> None:
     assert order(Backwards(), X) == CALLED
 
 
-def test_the_order_has_only_the_given_layers() -> None:
-    model = Backwards()
-    assert order_of_calls(model, {"b": model.b, "": model}, X) == ["", "b"]
-
-
 def test_homes_follow_the_calls() -> None:
     model = Backwards()
     layers = layers_of(model, ["a"])
     assert homes(layers, ["a"], order(model, X)) == {"a": 1, "b": 1, "never": 1, "c": 0}
-
-
-@pytest.mark.parametrize(
-    "example",
-    [X, (X,), {"x": X}, UserDict({"x": X}), {"x": X, "scale": 2.0}, Arguments((X,), {"scale": 2})],
-)
-def test_an_example_is_a_tensor_or_a_tuple_or_keyword_arguments(example: Any) -> None:
-    assert order(Backwards(), example) == CALLED
-
-
-def test_a_list_is_the_only_argument() -> None:
-    assert arguments_of([1, 2]) == Arguments(([1, 2],))
 
 
 def test_the_model_runs_once_in_its_mode_without_gradients() -> None:
@@ -91,13 +72,6 @@ def test_a_dry_run_leaves_buffers_and_random_numbers_unchanged() -> None:
     assert all(model.get_buffer(name) is b and b.equal(old) for name, (b, old) in before.items())
     assert model.count is count
     assert torch.get_rng_state().equal(state)
-
-
-def test_a_dry_run_leaves_a_sparse_buffer_unchanged() -> None:
-    model = Backwards()
-    model.register_buffer("adjacency", torch.eye(3).to_sparse())
-    assert order(model, X) == CALLED
-    assert torch.equal(model.get_buffer("adjacency").to_dense(), torch.eye(3))
 
 
 def test_changes_by_a_failing_forward_are_undone() -> None:
@@ -134,14 +108,6 @@ def test_a_dry_run_calls_layers_of_a_pipe_as_usual() -> None:
     assert order_of_calls(model, {"a": model.a}, X) == ["a"]
     assert order(model, X) == CALLED
     assert model.b._compiled_call_impl is before
-
-
-def test_a_dry_run_runs_hooks() -> None:
-    model = Backwards()
-    hooked: list[str] = []
-    model.a.register_forward_hook(lambda *_: hooked.append("a"))
-    order(model, X)
-    assert hooked == ["a", "a"]
 
 
 def test_lazy_parameters_are_refused() -> None:

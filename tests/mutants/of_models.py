@@ -16,19 +16,19 @@ OF_SKIPS = [
         "skip-for-the-first-alone", ROUTES,
         "a skip that several partitions pop is sent only to the first of them",
         "for k in sorted(pops[key]) if k != j]", "for k in sorted({*pops[key]} - {j})[:1]]",
-        ("tests/skip/test_routes.py",),
+        ("tests/contract/test_skips.py",),
     ),
     Mutant(
         "skips-not-cleared", STORE,
         "skips that a task stashed and nothing popped stay in the context in which it ran",
         "        self._values.clear()", "        pass",
-        ("tests/skip/test_store.py",),
+        ("tests/skip/test_lifecycle.py",),
     ),
     Mutant(
         "skip-changed-unnoticed", STORE,
         "a skip modified in place after it was stashed is popped all the same",
         "if _versions(self._tensors) != self._versions:", "if False:",
-        ("tests/skip/test_store.py",),
+        ("tests/skip/test_values_in_pipe.py",),
     ),
 ]  # fmt: skip
 
@@ -97,7 +97,7 @@ OF_MODELS = [
         "a balance that sums to less than the number of layers is accepted, and the last layers "
         "never run",
         "if sum(balance) != layers:", "if sum(balance) > layers:",
-        ("tests/test_partition.py",),
+        ("tests/test_pipe.py",),
     ),
     Mutant(
         "one-cpu-worker", DEVICES,

@@ -48,16 +48,12 @@ FIRST = {
 
 LIKELY = (
     "tests/any_model/test_on_gpus.py",
-    "tests/step/test_step_streams.py",
-    "tests/test_stream.py",
-    "tests/autograd/test_transfer.py",
     "tests/autograd/test_random.py",
     "tests/stage",
     "tests/recording",
     "tests/balance",
     "tests/check/test_check_on_gpus.py",
     "tests/cuda/test_cuda.py",
-    "tests/cuda/test_tied_on_cuda.py",
     "tests/skip/test_skips_on_cuda.py",
     "tests/workers/test_context.py",
 )

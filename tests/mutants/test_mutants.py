@@ -10,9 +10,8 @@ import ast
 import pytest
 
 from tests.mutants.mutant import ROOT, Mutant
-from tests.mutants.printed import row, row_of_breakage, summary
+from tests.mutants.printed import row, summary
 from tests.mutants.sites import REASONS, sites, without_mutant
-from tests.mutants.suite import ORDINARY
 from tests.mutants.table import BREAKAGES, MUTANTS
 from tests.mutants.trial import Verdict
 
@@ -37,11 +36,6 @@ def test_each_breakage_names_existing_test_files() -> None:
     files = [(mutant.name, file) for mutant in BREAKAGES for file in mutant.tests]
     assert {name for name, _ in files} == {mutant.name for mutant in BREAKAGES}
     assert [(name, file) for name, file in files if not (ROOT / file).is_file()] == []
-
-
-def test_the_tests_that_a_breakage_names_come_before_all_tests() -> None:
-    (mutant, *_) = BREAKAGES
-    assert ORDINARY.stages(mutant) == (mutant.tests, ("tests",))
 
 
 def test_each_use_of_streams_has_a_mutant_or_a_reason() -> None:
@@ -74,13 +68,6 @@ def test_the_changed_span_is_exactly_the_difference() -> None:
     assert mutant.source()[begin:end] == "awaited"
 
 
-def test_a_survivor_is_reported() -> None:
-    mutant = Mutant("hard", "pipert/autograd/streams.py", "all", "a", "b")
-    verdict = Verdict("", "", 60.0)
-    assert row(mutant, verdict) == "| hard | all | autograd/streams.py | **nobody** |  |  |"
-    assert "1 survive. 1 minutes" in summary([verdict])
-
-
 def test_reports_are_distinguished_from_wrong_values() -> None:
     mutant = Mutant("easy", "pipert/autograd/streams.py", "all", "a", "b")
     by_report = Verdict("tests/cuda/test_waits.py::test_it[case]", "RACE: read after write", 1.0)
@@ -91,13 +78,3 @@ def test_reports_are_distinguished_from_wrong_values() -> None:
     assert row(mutant, by_value).endswith("| value | assert 1 == 2 |")
     assert row(mutant, by_value._replace(how="KeyError: 0")).endswith("| error | KeyError: 0 |")
     assert "2 noticed, 1 of them by a report" in summary([by_report, by_value])
-
-
-def test_a_breakage_is_printed_with_the_time_it_took_to_notice() -> None:
-    mutant = Mutant("easy", "pipert/pipe.py", "all", "a", "b", ("tests/test_pipe.py",))
-    verdict = Verdict("tests/test_pipe.py::test_it[case]", "assert 1 == 2", 3.2)
-    noticed = row_of_breakage(mutant, verdict)
-    assert noticed == "| easy | all | pipe.py | `test_pipe.py::test_it` | 3 |"
-    hung = Verdict("-", "a test hung", 60.0)
-    assert row_of_breakage(mutant, hung) == "| easy | all | pipe.py | a test hung | 60 |"
-    assert "1 noticed; 0 survive" in summary([verdict])

@@ -7,10 +7,7 @@ shrinks to something readable, and each tensor has unique elements.
 from __future__ import annotations
 
 import math
-from collections import UserDict
-from collections.abc import Callable
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
@@ -147,15 +144,6 @@ def identical(a: Any, b: Any) -> bool:
 # Sizes and order
 
 
-@given(tree=any_tree, size=rows_and_chunks)
-def test_there_are_as_many_micro_batches_as_chunks_and_rows_allow(
-    tree: Any, size: tuple[int, int]
-) -> None:
-    rows, chunks = size
-    m = min(chunks, rows) if of(Rows, tree) else 1
-    assert len(values(make(tree, rows), chunks)) == max(1, m)
-
-
 @given(tree=trees(split_leaves | other_leaves), size=rows_and_chunks)
 def test_every_split_tensor_has_its_rows_in_order_and_sizes_differ_by_one_at_most(
     tree: Any, size: tuple[int, int]
@@ -170,35 +158,6 @@ def test_every_split_tensor_has_its_rows_in_order_and_sizes_differ_by_one_at_mos
             numbers = [part[k].size(0) for part in parts]
             assert max(numbers) - min(numbers) <= 1
             assert torch.equal(torch.cat([part[k] for part in parts]), whole)
-
-
-def with_mappings(value: Any) -> Any:
-    """The same with mappings that torch does not know in place of dicts."""
-    if isinstance(value, dict):
-        items = {key: with_mappings(item) for key, item in value.items()}
-        return UserDict(items) if len(items) % 2 else MappingProxyType(items)
-    if isinstance(value, Pair):
-        return Pair(*map(with_mappings, value))
-    return type(value)(map(with_mappings, value)) if isinstance(value, list | tuple) else value
-
-
-def with_dicts(value: Any) -> Any:
-    """The same with dicts in place of those mappings."""
-    if isinstance(value, UserDict | MappingProxyType):
-        return {key: with_dicts(item) for key, item in value.items()}
-    if isinstance(value, Pair):
-        return Pair(*map(with_dicts, value))
-    return type(value)(map(with_dicts, value)) if isinstance(value, list | tuple) else value
-
-
-@given(tree=trees(split_leaves | st.builds(Other, anything)), size=rows_and_chunks)
-def test_any_mappings_are_split_and_joined_like_dicts(tree: Any, size: tuple[int, int]) -> None:
-    rows, chunks = size
-    batch = make(tree, rows)
-    parts = values(with_mappings(batch), chunks)
-    assert all(map(identical, map(with_dicts, parts), values(batch, chunks)))
-    joined = gather(parts)
-    assert type(joined) is type(with_mappings(batch)) and identical(with_dicts(joined), batch)
 
 
 @given(tree=any_tree, size=rows_and_chunks)
@@ -256,24 +215,6 @@ def test_gather_reverses_scatter(tree: Any, size: tuple[int, int]) -> None:
     assert identical(gather(parts), expected)
 
 
-@given(
-    tree=trees(split_leaves | st.builds(Other, anything)),
-    numbers=st.lists(st.integers(0, 4), min_size=1, max_size=6),
-)
-def test_outputs_with_any_numbers_of_rows_are_concatenated_in_order(
-    tree: Any, numbers: list[int]
-) -> None:
-    outputs = [make(tree, rows) for rows in numbers]
-    got = pytree.tree_leaves(gather(outputs))
-    columns = zip(*map(pytree.tree_leaves, outputs), strict=True)
-    for leaf, column, joint in zip(pytree.tree_leaves(tree), columns, got, strict=True):
-        if isinstance(leaf, Rows):
-            assert joint.dtype == leaf.dtype
-            assert torch.equal(joint, torch.cat(column))
-        else:
-            assert joint is column[0]
-
-
 # Gradients
 
 
@@ -299,19 +240,6 @@ def test_gradient_of_the_rows_is_that_of_the_micro_batches_that_were_used(
     assert torch.equal(x.grad, cotangent * is_used.reshape(rows, *(1 for _ in shape)))
 
 
-@given(shape=shapes, size=rows_and_chunks, dtype=st.sampled_from(FLOATS))
-def test_gradient_passes_through_scatter_and_gather_unchanged(
-    shape: tuple[int, ...], size: tuple[int, int], dtype: torch.dtype
-) -> None:
-    rows, chunks = size
-    x = Rows(dtype, shape).make(rows).requires_grad_()
-    y = gather(values({"x": [x]}, chunks))["x"][0]
-    cotangent = Rows(dtype, shape).make(rows, 1)
-    torch.autograd.backward([y], [cotangent])
-    assert x.grad is not None
-    assert torch.equal(x.grad, cotangent)
-
-
 @given(rows=st.integers(1, 6), chunks=st.integers(1, 8), wrapped=st.booleans())
 def test_gradient_of_an_unsplit_argument_is_the_sum_over_micro_batches(
     rows: int, chunks: int, wrapped: bool
@@ -321,84 +249,3 @@ def test_gradient_of_an_unsplit_argument_is_the_sum_over_micro_batches(
     uses: list[Tensor] = [part[1][0] for part in parts]
     torch.stack(uses).sum().backward()  # type: ignore[no-untyped-call]
     assert scale.grad == min(rows, chunks)
-
-
-# Refusals
-
-
-@given(
-    before=st.lists(any_tree, max_size=2),
-    between=st.lists(any_tree, max_size=2),
-    rows=st.integers(0, 9),
-    other=st.integers(0, 9),
-    chunks=st.integers(1, 12),
-)
-def test_tensors_that_disagree_on_the_number_of_rows_are_refused_wherever_they_are(
-    before: list[Any], between: list[Any], rows: int, other: int, chunks: int
-) -> None:
-    assume(other != rows)
-    first, odd = Rows(torch.float32), Rows(torch.float32, rows=other)
-    batch = make([before, first, between, (odd,)], rows)
-    with pytest.raises(ValueError, match=rf" has {rows} and args\[0\]\[3\]\[0\] has {other}; "):
-        values(batch, chunks)
-
-
-class Unregistered:
-    """An object that holds a tensor and is no pytree."""
-
-    def __init__(self) -> None:
-        self.rows = torch.zeros(3)
-
-
-@dataclass
-class AlsoUnregistered:
-    """Another one."""
-
-    rows: Tensor
-
-
-class Array:
-    """Has rows, and is no tensor."""
-
-    ndim, shape = 2, (3, 1)
-
-
-HIDDEN: list[Callable[[], object]] = [
-    Unregistered,
-    lambda: AlsoUnregistered(torch.zeros(3)),
-    Array,
-]
-
-
-@given(
-    around=st.lists(any_tree, max_size=3),
-    place=st.integers(0, 3),
-    hidden=st.sampled_from(HIDDEN),
-    size=rows_and_chunks,
-)
-def test_objects_that_hide_rows_are_refused_anywhere_and_accepted_when_replicated(
-    around: list[Any], place: int, hidden: Callable[[], object], size: tuple[int, int]
-) -> None:
-    rows, chunks = size
-    thing = hidden()
-    batch = make(around, rows)
-    batch.insert(min(place, len(batch)), thing)
-    with pytest.raises(TypeError, match=f"is a {type(thing).__name__}, which pipert cannot split"):
-        values(batch, chunks)
-    batch[batch.index(thing)] = Replicate(thing)
-    assert all(thing in part for part in values(batch, chunks))
-
-
-@given(
-    tree=trees(split_leaves | st.builds(Other, anything)),
-    numbers=st.lists(st.integers(0, 3), min_size=1, max_size=4),
-    wrong=st.integers(0, 3),
-    inner=trees(split_leaves),
-)
-def test_outputs_of_two_structures_are_refused_whichever_is_the_odd_one(
-    tree: Any, numbers: list[int], wrong: int, inner: Any
-) -> None:
-    outputs = [[make(tree, rows)] for rows in (*numbers, 1)]
-    outputs[wrong % len(outputs)].append(make(inner, 1))
-    with pytest.raises(ValueError, match="the same structure for each micro-batch"):
-        gather(outputs)

@@ -172,42 +172,6 @@ def test_every_step_of_a_pipe_is_the_plain_modules(
                 same(ours.grad, theirs.grad)
 
 
-def draw_outcome(
-    model: nn.Sequential, balance: list[int], rows: int, chunks: int, checkpoint: str
-) -> list[Tensor | None]:
-    """Output and gradients of a step from a seed."""
-    model = copy.deepcopy(model)
-    x = torch.ones(rows, 3, dtype=torch.float64)
-    with Pipe(
-        model, balance, devices=["cpu"] * len(balance), chunks=chunks, checkpoint=checkpoint
-    ) as pipe:
-        torch.manual_seed(1)
-        y = pipe(x)
-        y.square().sum().backward()
-        return [y.detach(), *(parameter.grad for parameter in pipe.parameters())]
-
-
-@settings(max_examples=25)
-@given(
-    random=st.lists(st.booleans(), min_size=1, max_size=5),
-    data=st.data(),
-    rows=st.integers(1, 6),
-    chunks=st.integers(1, 5),
-    checkpoint=st.sampled_from(MODES),
-)
-def test_random_layers_draw_the_same_from_a_seed_whatever_is_recomputed(
-    random: list[bool], data: st.DataObject, rows: int, chunks: int, checkpoint: str
-) -> None:
-    layers = [linear(), *(nn.Dropout(0.5) if draws else linear() for draws in random)]
-    balance = data.draw(balances(len(layers)))
-    model = nn.Sequential(*layers)
-    first = draw_outcome(model, balance, rows, chunks, checkpoint)
-    again = draw_outcome(model, balance, rows, chunks, checkpoint)
-    kept = draw_outcome(model, balance, rows, chunks, "never")
-    same(again, first, rtol=0, atol=0)
-    same(kept, first)
-
-
 class Fault(Exception):
     """Raised by a layer on demand."""
 

@@ -45,32 +45,6 @@ def until_inside_wait(thread: threading.Thread) -> None:
         assert thread.is_alive()
 
 
-def test_a_latch_for_zero_arrivals_is_open() -> None:
-    assert Latch(0).is_open()
-
-
-def test_a_latch_is_shut_before_the_last_arrival() -> None:
-    latch = Latch(3)
-    latch.arrive()
-    latch.arrive()
-    assert not latch.is_open()
-
-
-def test_the_last_arrival_opens_the_latch() -> None:
-    latch = Latch(2)
-    latch.arrive()
-    latch.arrive()
-    assert latch.is_open()
-
-
-def test_wait_returns_at_once_if_the_latch_is_open() -> None:
-    latch = Latch(1)
-    latch.arrive()
-    latch.wait()
-    latch.wait()
-    assert latch.is_open()
-
-
 def test_wait_does_not_return_before_the_last_arrival() -> None:
     latch = Latch(2)
     over: list[bool] = []
@@ -107,21 +81,6 @@ def test_the_last_arrival_wakes_everyone_who_waits() -> None:
     assert not any(thread.is_alive() for thread in threads)
 
 
-def test_arrivals_of_many_threads_at_once_are_all_counted() -> None:
-    latch = Latch(8 * 50)
-    together = threading.Barrier(8)
-
-    def arrive() -> None:
-        together.wait(WAIT)
-        for _ in range(50):
-            latch.arrive()
-
-    threads = [start(arrive) for _ in range(8)]
-    for thread in threads:
-        thread.join(WAIT)
-    assert latch.is_open()
-
-
 def test_one_arrival_too_many_is_our_own_bug() -> None:
     latch = Latch(1)
     latch.arrive()
@@ -134,14 +93,6 @@ def test_a_signal_handler_that_raises_interrupts_the_wait(soon: Callable[[], Non
     with pytest.raises(Interrupted):
         soon()
         latch.wait()
-
-
-def test_an_interrupted_wait_leaves_the_latch_shut(soon: Callable[[], None]) -> None:
-    latch = Latch(1)
-    with pytest.raises(Interrupted):
-        soon()
-        latch.wait()
-    assert not latch.is_open()
 
 
 def test_an_interrupted_wait_can_be_waited_again(soon: Callable[[], None]) -> None:
@@ -159,10 +110,3 @@ def test_an_interrupted_wait_can_be_waited_again(soon: Callable[[], None]) -> No
     latch.wait()
     thread.join(WAIT)
     assert latch.is_open()
-
-
-def test_the_repr_says_whether_it_is_open() -> None:
-    latch = Latch(1)
-    before = repr(latch)
-    latch.arrive()
-    assert (before, repr(latch)) == ("<Latch of 1, shut>", "<Latch of 1, open>")

@@ -26,18 +26,6 @@ def test_diagonals_of_three_micro_batches_on_two_partitions() -> None:
 
 
 @every_size
-def test_clock_k_is_the_diagonal_k(m: int, n: int) -> None:
-    assert len(cycle(m, n).ticks) == m + n - 1
-    for k, diagonal in enumerate(cycle(m, n).ticks):
-        assert {action.i + action.j for action in diagonal} == {k}
-
-
-@every_size
-def test_each_action_occurs_once(m: int, n: int) -> None:
-    assert sorted(cycle(m, n)) == [Action("F", i, j) for i in range(m) for j in range(n)]
-
-
-@every_size
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_the_order_of_diagonals_does_not_depend_on_the_workers(
     m: int, n: int, workers: int
@@ -50,12 +38,6 @@ def test_a_worker_does_its_actions_of_a_diagonal_in_consecutive_ticks() -> None:
     assert [" ".join(map(str, tick)) for tick in plan_call(2, 2, (0, 0)).ticks] == [
         "F[0,0]", "F[1,0]", "F[0,1]", "F[1,1]",
     ]  # fmt: skip
-
-
-@every_size
-def test_a_partition_gets_its_micro_batches_in_order(m: int, n: int) -> None:
-    for partition in range(n):
-        assert [i for _, i, j in cycle(m, n) if j == partition] == list(range(m))
 
 
 def test_the_clock_cycle_leaves_the_backward_to_autograd() -> None:
@@ -72,15 +54,6 @@ def test_a_plan_prints_as_a_grid() -> None:
         "w=0   F[0,0]  F[1,0]  F[2,0]",
         "w=1           F[0,1]  F[1,1]  F[2,1]",
     ]
-
-
-def test_equal_sizes_are_equal_plans() -> None:
-    assert cycle(3, 2) == cycle(3, 2) != cycle(2, 3)
-
-
-def test_a_plan_cannot_be_changed() -> None:
-    with pytest.raises(AttributeError):
-        cycle(3, 2).m = 4  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(("m", "n"), [(0, 1), (1, 0), (-1, 2)])

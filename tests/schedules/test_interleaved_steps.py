@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 import threading
 from collections.abc import Generator
 from typing import Any
@@ -100,18 +99,6 @@ def test_a_call_on_the_same_devices_is_that_of_the_plain_module(
     same(grads_of(module), grads_of(plain))
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "eager-1f1b"])
-def test_other_schedules_run_on_such_devices(schedule: str) -> None:
-    module = with_skips()
-    x = batch(7)
-    with pipe_of(module) as pipe:
-        pipe.forward_backward(x, loss_fn=mean, schedule="interleaved")
-        expected = grads_of(module)
-        module.zero_grad()
-        pipe.forward_backward(x, loss_fn=mean, schedule=schedule)
-    same(grads_of(module), expected)
-
-
 def test_steps_recompute_only_on_request() -> None:
     with pipe_of(plain_layers(), checkpoint=None) as pipe:
         pipe.forward_backward(batch(4), loss_fn=mean, schedule="interleaved")
@@ -181,26 +168,6 @@ def test_a_logical_device_is_one_thread_and_torchs_cpu() -> None:
         assert pipe.devices == [torch.device("cpu")] * 4
         assert thread_names(pipe) == EXPECTED
         assert [worker.name for worker in pipe.statistics().workers] == EXPECTED[:2]
-
-
-def test_only_devices_that_have_partitions_have_threads() -> None:
-    devices = ["cpu:3", "cpu:7", "cpu:3", "cpu:7", "cpu:1"]
-    with Pipe(plain_layers(), [1] * 4, devices=devices) as pipe:
-        assert thread_names(pipe) == EXPECTED
-
-
-@pytest.mark.parametrize("how", ["copy", "pickle"])
-def test_a_copy_has_the_threads_of_its_original(how: str) -> None:
-    with pipe_of(plain_layers()) as pipe:
-        own = copy.deepcopy(pipe) if how == "copy" else pickle.loads(pickle.dumps(pipe))
-        with own:
-            assert thread_names(own) == EXPECTED
-
-
-def test_a_layer_that_is_replaced_stays_with_the_thread_of_its_partition() -> None:
-    with pipe_of(plain_layers()) as pipe:
-        pipe.add_module("2", linear(5, 4))
-        assert thread_names(pipe) == EXPECTED
 
 
 def test_a_recording_has_a_lane_for_each_logical_device() -> None:

@@ -53,22 +53,6 @@ def test_a_worker_does_its_actions_one_after_the_other_in_the_order_of_the_plan(
     assert times(Chosen([B, A], [0])) == [(0, 2), (2, 3)]
 
 
-def test_workers_run_their_actions_at_the_same_time() -> None:
-    assert times(Chosen([A, B, C], [0, 1])) == [(0, 1), (1, 3), (0, 4)]
-
-
-def test_partitions_of_one_worker_wait_for_each_other() -> None:
-    assert times(Chosen([A, C, B], [7, 7])) == [(0, 1), (1, 5), (5, 7)]
-
-
-def test_an_action_waits_for_all_that_it_needs() -> None:
-    assert times(Chosen([A, C, B], [0, 1], {B: [A, C]})) == [(0, 1), (0, 4), (4, 6)]
-
-
-def test_an_action_whose_worker_is_busy_waits_for_that() -> None:
-    assert times(Chosen([A, B, C], [0, 1], {C: [A]})) == [(0, 1), (1, 3), (1, 5)]
-
-
 def test_nothing_runs_past_an_action_that_waits_on_its_worker() -> None:
     assert times(Chosen([C, A, B], [0, 1], {A: [C]})) == [(0, 4), (4, 5), (5, 7)]
 

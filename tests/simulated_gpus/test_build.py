@@ -42,12 +42,3 @@ def test_the_library_is_built_once_and_again_when_a_source_changes(
     assert build.library() == first and not capfd.readouterr().err
     (sources / "another.h").write_text("// new\n")
     assert build.library() != first
-
-
-def test_the_compilers_message_is_shown(sources: Path) -> None:
-    if build.why_not() is not None:
-        pytest.skip("there is no g++")
-    (sources / "interface.cpp").write_text("no C++ at all\n")
-    with pytest.raises(RuntimeError, match="(?s)g\\+\\+ failed.*interface.cpp:1"):
-        build.library()
-    assert not list((sources.parent / "cache" / "pipert").glob("*.so"))

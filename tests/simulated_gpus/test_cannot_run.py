@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from tests.simulated_gpus.cannot_run import CANNOT_RUN, reason
 from tests.simulated_gpus.selection import NAME, Selection
 
 pytestmark = pytest.mark.cuda
@@ -25,10 +24,3 @@ def test_each_entry_of_the_list_matches_a_test(selection: Selection) -> None:
 
 def test_no_other_test_has_been_skipped(selection: Selection) -> None:
     assert selection.skipped == []
-
-
-def test_brackets_of_a_pattern_are_those_of_the_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(CANNOT_RUN, "tests/test_some.py::test_of[cuda-*]", "needs a real one")
-    assert reason("tests/test_some.py::test_of[cuda-1]") == "needs a real one"
-    assert reason("tests/test_some.py::test_of[cpu-1]") is None
-    assert reason("tests/test_some.py::test_ofc") is None

@@ -19,22 +19,12 @@ def pinned(value: float) -> torch.Tensor:
     return torch.full((4,), value).pin_memory()
 
 
-def test_pinned_memory_says_so(kinds: Kinds) -> None:
-    assert pinned(1).is_pinned() and not torch.ones(4).is_pinned()
-
-
 def test_the_host_reads_nothing_before_it_has_waited_for_a_copy_to_it(kinds: Kinds) -> None:
     there = torch.arange(4.0, device=DEVICE)
     torch.cuda.synchronize(DEVICE)
     here = there.to("cpu", non_blocking=True)
     assert here.isnan().all()
     torch.cuda.synchronize(DEVICE)
-    assert here.tolist() == [0, 1, 2, 3]
-
-
-def test_an_event_after_the_copy_is_enough_for_the_host(kinds: Kinds) -> None:
-    here = torch.arange(4.0, device=DEVICE).to("cpu", non_blocking=True)
-    torch.cuda.current_stream(DEVICE).record_event().synchronize()
     assert here.tolist() == [0, 1, 2, 3]
 
 
@@ -51,12 +41,6 @@ def test_a_copy_back_to_the_device_sees_what_the_stream_has_copied_before(kinds:
     assert here.to(DEVICE, non_blocking=True).tolist() == [0, 1, 2, 3]
 
 
-def test_memory_that_is_not_pinned_has_been_written_when_the_call_returns(kinds: Kinds) -> None:
-    here = torch.empty(4)
-    here.copy_(torch.arange(4.0, device=DEVICE), non_blocking=True)
-    assert here.tolist() == [0, 1, 2, 3]
-
-
 def test_a_host_write_during_a_copy_from_it_is_reported(kinds: Kinds) -> None:
     here = pinned(1)
     here.to(DEVICE, non_blocking=True)
@@ -65,44 +49,11 @@ def test_a_host_write_during_a_copy_from_it_is_reported(kinds: Kinds) -> None:
     assert kinds() == ["HOST-RACE"]
 
 
-def test_a_number_is_copied_as_well(kinds: Kinds) -> None:
-    there = torch.tensor(3.0).pin_memory().to(DEVICE, non_blocking=True)
-    here = there.to("cpu", non_blocking=True)
-    assert there.item() == here.item() == 3
-    assert kinds() == []
-
-
-def test_a_host_write_after_a_wait_is_not_reported(kinds: Kinds) -> None:
-    here = pinned(1)
-    here.to(DEVICE, non_blocking=True)
-    torch.cuda.synchronize(DEVICE)
-    here.fill_(2)
-    torch.cuda.synchronize(DEVICE)
-    assert kinds() == []
-
-
 def test_memory_that_is_not_pinned_has_been_read_when_the_call_returns(kinds: Kinds) -> None:
     here = torch.ones(4)
     there = here.to(DEVICE, non_blocking=True)
     here.fill_(2)
     assert there.tolist() == [1, 1, 1, 1]
-    assert kinds() == []
-
-
-def test_two_streams_race_for_pinned_memory_as_for_a_device_s(kinds: Kinds) -> None:
-    here = pinned(1)
-    there = torch.zeros(4, device=DEVICE)
-    torch.cuda.synchronize(DEVICE)
-    for source, target in ((there, here), (here, torch.empty_like(there))):
-        with torch.cuda.stream(torch.cuda.Stream(DEVICE)):
-            target.copy_(source, non_blocking=True)
-    assert "RACE" in kinds()
-
-
-def test_pinned_memory_dropped_under_a_copy_is_safe(kinds: Kinds) -> None:
-    there = pinned(3).to(DEVICE, non_blocking=True)
-    pinned(4)
-    assert there.tolist() == [3, 3, 3, 3]
     assert kinds() == []
 
 

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import copy
-import io
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.simulated_gpus.simulation import Simulation
-from tests.torchscript import uses_torchscript
 
 pytestmark = pytest.mark.cuda
 
@@ -139,22 +137,6 @@ def test_a_function_computes_the_same_as_on_the_cpu(name: str) -> None:
         torch.testing.assert_close(b.cpu(), a, rtol=1e-4, atol=1e-4)
 
 
-@uses_torchscript
-def test_forward_mode_differentiates() -> None:
-    x, tangent = randn(3, 4), randn(4, 3).t()
-    found = [
-        torch.func.jvp(lambda y, x=x.to(device): y * x, (x.to(device),), (tangent.to(device),))[1]
-        for device in ("cpu", DEVICE)
-    ]
-    torch.testing.assert_close(found[1].cpu(), found[0])
-
-
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.float32])
-def test_histc_counts_integers_too(dtype: torch.dtype) -> None:
-    counts = torch.histc(torch.tensor([0, 1, 1, 3], dtype=dtype, device=DEVICE), 4, 0, 3)
-    assert counts.dtype == dtype and counts.tolist() == [1, 2, 0, 1]
-
-
 def test_packed_sequences() -> None:
     here = nn.LSTM(5, 6)
     there = copy.deepcopy(here).to(DEVICE)
@@ -233,28 +215,3 @@ def test_a_scaler_skips_the_step_that_overflows(fused: bool) -> None:
         scaler.update()
         assert torch.equal(before, layer.weight) != changes
     assert scaler.get_scale() == 2.0
-
-
-def test_files_keep_the_device_and_map_it() -> None:
-    file = io.BytesIO()
-    torch.save({"x": torch.arange(3.0, device=DEVICE)}, file)
-    for where, device in ((None, DEVICE), ("cpu", "cpu"), ("cuda:0", "cuda:0")):
-        file.seek(0)
-        x = torch.load(file, map_location=where)["x"]
-        assert x.device == torch.device(device) and x.tolist() == [0, 1, 2]
-
-
-def test_deep_copies_and_storages() -> None:
-    x = torch.arange(3.0, device=DEVICE)
-    y = copy.deepcopy(x)
-    y.add_(1)
-    assert x.tolist() == [0, 1, 2] and y.device == DEVICE
-    x.untyped_storage().resize_(0)
-    assert x.untyped_storage().nbytes() == 0
-    x.untyped_storage().resize_(12)
-    assert x.copy_(torch.ones(3)).tolist() == [1, 1, 1]
-
-
-def test_profiler_ranges_do_nothing() -> None:
-    with torch.cuda.nvtx.range("a"):
-        torch.cuda.nvtx.mark("b")

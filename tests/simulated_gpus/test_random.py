@@ -43,32 +43,6 @@ def test_each_device_draws_from_its_own_generator_and_not_from_the_cpu_s() -> No
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_a_generators_state_can_be_saved_and_restored() -> None:
-    state = torch.cuda.get_rng_state(DEVICE)
-    first, dropped = draw(), torch.nn.functional.dropout(torch.ones(64, device=DEVICE))
-    torch.cuda.set_rng_state(state, DEVICE)
-    assert torch.equal(draw(), first)
-    assert torch.equal(torch.nn.functional.dropout(torch.ones(64, device=DEVICE)), dropped)
-
-
-def test_an_explicit_generator_draws_from_its_own_seed() -> None:
-    generator = torch.Generator(DEVICE).manual_seed(7)
-    assert generator.device == DEVICE and generator.initial_seed() == 7
-    before = torch.cuda.get_rng_state(DEVICE)
-    state = generator.get_state()
-    first = torch.randn(5, device=DEVICE, generator=generator)
-    generator.set_state(state)
-    assert torch.equal(torch.randn(5, device=DEVICE, generator=generator), first)
-    assert torch.equal(torch.cuda.get_rng_state(DEVICE), before)
-
-
-def test_fork_rng_restores_the_state() -> None:
-    state = torch.cuda.get_rng_state(DEVICE)
-    with torch.random.fork_rng(devices=[1]):
-        draw()
-    assert torch.equal(torch.cuda.get_rng_state(DEVICE), state)
-
-
 def test_a_checkpoint_drops_the_same_elements_again() -> None:
     x = torch.ones(64, device=DEVICE, requires_grad=True)
     y = checkpoint(torch.nn.functional.dropout, x, use_reentrant=False)

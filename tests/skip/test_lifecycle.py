@@ -171,13 +171,6 @@ def test_within_a_partition_a_skip_is_gone_when_the_layer_that_popped_it_is_done
     assert (setting.counts["5 popped"], setting.counts["the next layer"]) == (1, 0)
 
 
-def test_within_a_plain_model_a_skip_is_gone_when_the_layer_that_popped_it_is_done() -> None:
-    setting = Setting()
-    with torch.no_grad():
-        nn.Sequential(*setting.layers, Log(setting.log, "the next layer"))(torch.ones(1, 3))
-    assert (setting.counts["5 popped"], setting.counts["the next layer"]) == (1, 0)
-
-
 # What is left -------------------------------------------------------------------------------------
 
 BALANCES = [[3], [1, 1, 1], [2, 1], [1, 2]]
@@ -217,32 +210,6 @@ def test_within_a_checkpointed_partition_no_skip_waits_for_the_backward() -> Non
 
 
 @modes
-def test_a_forward_whose_output_is_dropped_leaves_no_skip(checkpoint: str) -> None:
-    setting = Setting()
-    with setting.pipe([1, 1, 1], chunks=3, checkpoint=checkpoint) as pipe:
-        pipe(torch.ones(6, 3))
-        assert setting.left() == 0
-
-
-@modes
-def test_after_autograd_grad_no_skip_is_left(checkpoint: str) -> None:
-    setting = Setting()
-    with setting.pipe([1, 1, 1], chunks=3, checkpoint=checkpoint) as pipe:
-        torch.autograd.grad(pipe(torch.ones(6, 3)).sum(), list(pipe.parameters()))
-        assert setting.left() == 0
-
-
-@modes
-def test_after_a_backward_that_retained_its_graph_no_skip_is_left_with_the_output(
-    checkpoint: str,
-) -> None:
-    setting = Setting()
-    with setting.pipe([1, 1, 1], chunks=3, checkpoint=checkpoint) as pipe:
-        pipe(torch.ones(6, 3)).sum().backward(retain_graph=True)
-        assert setting.left() == 0
-
-
-@modes
 @balances
 def test_a_failure_between_stash_and_pop_leaves_no_skip(
     checkpoint: str, balance: list[int]
@@ -276,36 +243,6 @@ def test_a_failure_in_a_recomputation_leaves_no_skip(
         assert setting.left() == 0
 
 
-@no_grads
-def test_an_idle_worker_keeps_no_skip(no_grad: Callable[[], Any]) -> None:
-    setting = Setting()
-    with setting.pipe([1, 1, 1], chunks=3) as pipe, no_grad():
-        pipe(torch.ones(6, 3))
-        assert setting.left() == 0
-
-
-def test_a_refused_skip_is_not_left_behind() -> None:
-    setting = Setting()
-    kept: list[Tensor] = []
-
-    class Change(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            kept.pop().add_(1)
-            return x
-
-    def keep(tensor: Tensor) -> Tensor:
-        kept.append(tensor)
-        return Activations.add(setting.skips, tensor)
-
-    setting.skips.add = keep  # type: ignore[method-assign]
-    setting.popped.add(torch.ones(1))
-    setting.layers[1] = Change()
-    with torch.no_grad(), setting.pipe([1, 1, 1]) as pipe:
-        with pytest.raises(RuntimeError, match="modified in place"):
-            pipe(torch.ones(1, 3))
-        assert setting.left() == 0
-
-
 @modes
 def test_skips_of_a_pipe_in_a_pipe_are_not_left_behind(checkpoint: str) -> None:
     inner, outer = Setting(), Setting()
@@ -314,17 +251,6 @@ def test_skips_of_a_pipe_in_a_pipe_are_not_left_behind(checkpoint: str) -> None:
         with outer.pipe([1, 1, 1], chunks=2, checkpoint=checkpoint) as whole:
             whole(torch.ones(4, 3)).sum().backward()
             assert inner.left() + outer.left() == 0
-
-
-def test_a_graph_of_a_pipe_between_stash_and_pop_keeps_no_skip() -> None:
-    """It keeps the context of its caller for its recomputations, and that knows the skips."""
-    setting = Setting()
-    with Pipe(nn.Sequential(nn.Tanh()), [1], devices=["cpu"], checkpoint="always") as inner:
-        setting.layers[1] = inner
-        with setting.pipe([2, 1], checkpoint="never") as pipe:
-            y = pipe(torch.ones(4, 3))
-            assert setting.left() == 0
-            torch.autograd.backward(y.sum())
 
 
 @pytest.mark.parametrize("balance", [[3], [1, 1, 1]], ids=str)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipert import Pipe, is_checkpointing, is_recomputing
+from pipert import Pipe, is_recomputing
 from pipert.batch.tensors import tensors_of
 from pipert.queues.closable import ClosableQueue
 from pipert.skip import Namespace, Skippable, pop, skippable, stash
@@ -149,124 +149,7 @@ def test_a_recomputation_of_the_stash_does_not_reach_another_layer(balance: list
     assert popped == [(False, 1), (True, again)]
 
 
-def test_a_gradient_of_the_last_partition_alone_recomputes_that_alone() -> None:
-    ran: list[str] = []
-    first = Stash(lambda _: ran.append("R0") if is_recomputing() else None)
-    last = PopAdd(lambda _: ran.append("R2") if is_recomputing() else None)
-    with pipe_of(first, Apply(torch.exp), last, checkpoint="always") as pipe:
-        torch.autograd.grad(pipe(rows(1)).sum(), last.weight)
-    assert ran == ["R2"]
-
-
-def test_layers_know_whether_they_are_checkpointed() -> None:
-    asked: list[tuple[bool, bool]] = []
-    first = Stash(lambda _: asked.append((is_checkpointing(), is_recomputing())))
-    with pipe_of(first, PopAdd(), checkpoint="always") as pipe:
-        pipe(rows(1)).sum().backward()
-    assert asked == [(True, False), (False, True)]
-
-
-@modes
-def test_random_layers_around_a_skip_draw_the_same_again(checkpoint: str) -> None:
-    """The gradient of the weight is the sum of what was popped, dropped as in the forward."""
-    dropout = nn.Dropout(0.5)
-
-    @skippable(stash=["a"])
-    class StashDropped(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(1))
-
-        def forward(self, x: Tensor) -> Forward:
-            yield stash("a", dropout(x * self.weight))
-            return dropout(x * self.weight)
-
-    popped: list[float] = []
-    last = PopAdd(lambda a: None if is_recomputing() else popped.append(a.sum().item()))
-    first = StashDropped()
-    model = [first, dropout, Apply(lambda x: x * 0), last]
-    with pipe_of(*model, balance=[1, 1, 2], chunks=3, checkpoint=checkpoint) as pipe:
-        pipe(torch.ones(96, 1)).sum().backward()
-    assert first.weight.grad is not None
-    assert first.weight.grad.item() == sum(popped) and 0 < sum(popped) < 192
-
-
-def test_two_runs_with_one_seed_are_equal() -> None:
-    model = [Stash(), nn.Dropout(), Apply(torch.rand_like), PopAdd()]
-    outputs = []
-    with pipe_of(*model, balance=[1, 2, 1], chunks=3) as pipe:
-        for _ in range(2):
-            torch.manual_seed(1)
-            outputs.append(pipe(rows(12)))
-    assert torch.equal(*outputs)
-
-
 # Errors -------------------------------------------------------------------------------------------
-
-
-def fail_on_two(x: Tensor) -> None:
-    if 2 in x:
-        raise ValueError("the layer")
-
-
-NOTES: list[tuple[list[nn.Module], str]] = [
-    ([Stash(fail_on_two), PopAdd()], "in forward F[1,0]: partition 0 on cpu, layer '0' (Stash)"),
-    ([Stash(), PopAdd(fail_on_two)], "in forward F[1,1]: partition 1 on cpu, layer '1' (PopAdd)"),
-]
-
-
-@pytest.mark.parametrize(("layers", "note"), NOTES, ids=["stash", "pop"])
-def test_an_error_in_a_skippable_layer_says_where_it_was(
-    layers: list[nn.Module], note: str
-) -> None:
-    with pipe_of(*layers, chunks=3) as pipe, pytest.raises(ValueError, match="the layer") as caught:
-        pipe(rows(3))
-    assert caught.value.__notes__ == [f"{note}, micro-batch 1 of 3, input float32[1, 1]"]
-
-
-def test_an_error_in_a_recomputation_of_a_skippable_layer_says_where_it_was() -> None:
-    last = PopAdd(lambda a: fail_on_two(a) if is_recomputing() else None)
-    with pipe_of(Stash(), last, chunks=3, checkpoint="always") as pipe:
-        output = pipe(rows(3))
-        with pytest.raises(ValueError, match="the layer") as caught:
-            output.sum().backward()
-    (note,) = caught.value.__notes__
-    assert note.startswith("in recomputation R[1,1]: partition 1 on cpu, layer '1' (PopAdd)")
-
-
-@pytest.mark.parametrize("balance", [[1, 1, 1], [2, 1], [1, 2], [3]], ids=str)
-def test_a_skip_that_was_modified_in_place_is_refused_with_a_note(balance: list[int]) -> None:
-    """Either the popping layer notices it, or a partition in transit."""
-
-    @skippable(stash=["a"])
-    class StashItself(nn.Module):
-        def forward(self, x: Tensor) -> Forward:
-            yield stash("a", x)
-            return x
-
-    layers = [StashItself(), Apply(torch.Tensor.neg_), PopAdd()]
-    with torch.no_grad(), pipe_of(*layers, balance=balance, chunks=2) as pipe:
-        with pytest.raises(RuntimeError, match="modified in place after it was stashed") as caught:
-            pipe(rows(2))
-    (note,) = caught.value.__notes__
-    assert "F[0," in note and "micro-batch 0 of 2" in note
-
-
-@modes
-def test_a_pipe_is_usable_after_a_failure_between_stash_and_pop(checkpoint: str) -> None:
-    failing = [True]
-
-    def fail(x: Tensor) -> Tensor:
-        if failing and 2 in x / 2:
-            raise ValueError("the layer")
-        return x
-
-    layers = [Stash(), Apply(fail), PopAdd()]
-    with pipe_of(*layers, chunks=3, checkpoint=checkpoint) as pipe:
-        with pytest.raises(ValueError, match="the layer"):
-            pipe(rows(3))
-        failing.clear()
-        same(pipe(rows(3)), rows(3) * 3)
 
 
 def test_a_layer_that_does_not_run_leaves_nothing_to_pop() -> None:
@@ -366,24 +249,6 @@ def test_a_replaced_layer_takes_part_in_the_skips() -> None:
 
         setattr(pipe, "0", StashMore())
         same(pipe(rows(2)), rows(2) * 99)
-
-
-def test_a_replaced_layer_may_bring_skips_to_a_partition_that_had_none() -> None:
-    namespace = Namespace()
-    pair = nn.Sequential(Stash().isolate(namespace), PopAdd().isolate(namespace))
-    with pipe_of(Stash(), nn.Identity(), PopAdd(), chunks=2) as pipe:
-        setattr(pipe, "1", pair)
-        same(pipe(rows(2)), rows(2) * 7)
-
-
-def test_replacing_a_layer_routes_the_skips_anew() -> None:
-    """So the layers at both ends of a skip may be put in another namespace."""
-    with pipe_of(Stash(), nn.Identity(), PopAdd(), chunks=2) as pipe:
-        namespace, first = Namespace(), pipe[0]
-        assert isinstance(first, Stash)
-        first.isolate(namespace)
-        setattr(pipe, "2", PopAdd().isolate(namespace))
-        same(pipe(rows(2)), rows(2) * 3)
 
 
 @pytest.mark.parametrize("layer", [nn.Tanh(), PopAdd(), Stash().isolate(Namespace())])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import functools
 import inspect
 from collections.abc import Generator
 from typing import Any
@@ -85,17 +84,6 @@ def test_a_class_of_several_bases_keeps_their_order() -> None:
     assert Layer.name == "first" and Layer.__mro__[-4:-2] == (First, Second)
 
 
-def test_arguments_attributes_and_methods_are_those_of_the_class() -> None:
-    layer = Stash(2.0, width=3)
-    assert (layer.linear.in_features, layer.describe(), layer.limit) == (3, "times 2.0", 5)
-
-
-def test_an_attribute_that_is_set_is_the_one_the_methods_read() -> None:
-    layer = Stash()
-    layer.weight = nn.Parameter(torch.tensor([7.0]))
-    assert layer.describe() == "times 7.0"
-
-
 @pytest.mark.parametrize("method", ["__init__", "forward"])
 def test_signature_and_documentation_of_what_is_wrapped_are_kept(method: str) -> None:
     ours, own = getattr(Stash, method), getattr(Undecorated, method)
@@ -104,28 +92,6 @@ def test_signature_and_documentation_of_what_is_wrapped_are_kept(method: str) ->
 
 def test_the_keys_of_the_state_are_those_of_the_class() -> None:
     assert Stash().state_dict().keys() == Undecorated().state_dict().keys()
-
-
-def test_a_layer_has_the_modules_of_the_class_and_no_others() -> None:
-    assert [name for name, _ in Stash().named_modules()] == ["", "linear"]
-
-
-def test_a_state_of_the_undecorated_class_is_loaded() -> None:
-    layer = Stash()
-    layer.load_state_dict(Undecorated(3.0).state_dict())
-    assert layer.describe() == "times 3.0"
-
-
-def test_the_repr_is_that_of_the_class() -> None:
-    assert repr(Stash()) == repr(Undecorated())
-
-
-def test_nothing_is_left_behind_in_a_layer_by_its_construction() -> None:
-    assert Stash().__dict__.keys() == Undecorated().__dict__.keys()
-
-
-def test_to_and_half_reach_the_parameters() -> None:
-    assert Stash().to(torch.float64).weight.dtype == torch.float64
 
 
 def test_a_metaclass_is_kept() -> None:
@@ -154,18 +120,6 @@ def test_a_decorated_class_may_derive_from_skippable() -> None:
     assert skipped(layer.isolate(None)) == 2
 
 
-def test_subclasses_of_one_class_may_be_decorated_in_different_ways() -> None:
-    class Flexible(Skippable):
-        def forward(self, x: Tensor) -> Forward:
-            for name in self.skip_stashes:
-                yield stash(name, x)
-            return x
-
-    kinds = [declaring(Flexible, stash=names) for names in (["a"], ["b", "c"], [])]
-    assert [set(kind().skip_stashes) for kind in kinds] == [{"a"}, {"b", "c"}, set()]
-    assert not Flexible.skip_stashes
-
-
 class StashAndPop(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -191,24 +145,6 @@ def test_decorating_twice_declares_both(
 ) -> None:
     layer: Any = skippable(**second)(declaring(StashAndPop, **first))()
     assert (dict(layer.skip_stashes), set(layer.skip_pops)) == ({"a": 1, "c": 1}, {"b"})
-
-
-def test_decorating_twice_the_later_count_of_a_stash_is_the_one() -> None:
-    kind: Any = skippable(stash={"a": 3})(declaring(Undecorated, stash=["a"]))
-    assert dict(kind.skip_stashes) == {"a": 3}
-
-
-def test_a_layer_of_a_class_decorated_twice_does_both() -> None:
-    layer = skippable(pop=["b"])(declaring(StashAndPop, stash=["a", "c"]))()
-    first = nn.Sequential(StashB(), layer)
-    assert skipped(first) == 3
-
-
-@skippable(stash=["b"])
-class StashB(nn.Module):
-    def forward(self, x: Tensor) -> Forward:
-        yield stash("b", x)
-        return x
 
 
 # Subclasses ---------------------------------------------------------------------------------------
@@ -239,37 +175,6 @@ class Extended(Stash):  # type: ignore[misc,valid-type]
 
 @pytest.mark.parametrize(("kind", "expected"), [(Doubling, 3), (Calling, 11), (Extended, 5)])
 def test_a_subclass_of_a_decorated_class_works(kind: type[nn.Module], expected: float) -> None:
-    assert skipped(kind()) == expected
-
-
-class CallingInside(Stash):  # type: ignore[misc,valid-type]
-    """Overrides forward with a generator that calls that of the base."""
-
-    def forward(self, x: Tensor) -> Forward:
-        y = super().forward(x + 1)
-        yield from ()
-        return y * 10
-
-
-def wrapped(function: Any) -> Any:
-    @functools.wraps(function)
-    def call(*args: Any) -> Any:
-        return function(*args)
-
-    return call
-
-
-class Wrapped(Stash):  # type: ignore[misc,valid-type]
-    """The generator is hidden behind a decorator."""
-
-    @wrapped
-    def forward(self, x: Tensor) -> Forward:
-        yield stash("a", x * 2)
-        return x
-
-
-@pytest.mark.parametrize(("kind", "expected"), [(CallingInside, 22), (Wrapped, 3)])
-def test_the_forward_of_a_subclass_may_be_any(kind: type[nn.Module], expected: float) -> None:
     assert skipped(kind()) == expected
 
 
@@ -310,41 +215,6 @@ def test_a_layer_may_run_another_of_its_class() -> None:
     assert skipped(Outer(inner)) == 2
 
 
-def test_a_class_that_notes_its_subclasses_is_told_of_the_user_s_alone() -> None:
-    noted: list[str] = []
-
-    class Noting(nn.Module):
-        def __init_subclass__(cls, *, key: str, **kwargs: Any) -> None:
-            super().__init_subclass__(**kwargs)
-            noted.append(key)
-
-    @skippable(stash=["a"])
-    class Layer(Noting, key="layer"):
-        def forward(self, x: Tensor) -> Forward:
-            yield stash("a", x)
-            return x
-
-    class Sub(Layer, key="sub"):
-        def forward(self, x: Tensor) -> Any:
-            return super().forward(x)
-
-    assert (noted, skipped(Sub())) == (["layer", "sub"], 2)
-
-
-def test_a_subclass_may_be_decorated_with_what_it_does_in_addition() -> None:
-    @skippable(pop=["b"])
-    class Both(Stash):  # type: ignore[misc,valid-type]
-        def __init__(self) -> None:
-            super().__init__(2.0)
-
-        def forward(self, x: Tensor) -> Forward:
-            yield stash("a", x)
-            b = yield pop("b")
-            return x * self.weight + b
-
-    assert skipped(nn.Sequential(StashB(), Both())) == 4
-
-
 # The constructor ----------------------------------------------------------------------------------
 
 
@@ -360,13 +230,3 @@ def test_a_class_may_name_itself_in_super(base: type[nn.Module]) -> None:
             return x
 
     assert skipped(Old()) == 2
-
-
-def test_a_layer_may_make_another_of_its_own_class_in_its_constructor() -> None:
-    @skippable()
-    class Nested(nn.Module):
-        def __init__(self, depth: int) -> None:
-            super().__init__()
-            self.inner = Nested(depth - 1) if depth else None
-
-    assert len(list(Nested(3).modules())) == 4

@@ -1,7 +1,6 @@
-"""Tests skips on real GPUs: the plain model's values, one copy each way, in the right streams.
+"""Tests skips on GPUs: the plain model's values, one copy each way, in the right streams.
 
-Additional proof; ``tests/stage/test_skips_between_stages.py`` counts the copies and their order
-without a GPU. What waits for nobody is found out by keeping streams busy, see ``sleep``.
+What waits for nobody is found out by keeping streams busy, see ``sleep``, and by simulated GPUs.
 """
 
 from __future__ import annotations
@@ -71,21 +70,6 @@ def slowly(x: Tensor, factor: float = 1.0) -> Tensor:
         with torch.cuda.device(x.device):
             sleep()
     return y + factor * x
-
-
-class _SlowBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return slowly(grads[0])
-
-
-def slow_backward(x: Tensor) -> Tensor:
-    y: Tensor = _SlowBackward.apply(x)  # type: ignore[no-untyped-call]
-    return y
 
 
 class Stash(Skippable):
@@ -162,48 +146,6 @@ def test_a_step_is_that_of_the_plain_model(
     assert_same_step(model(poppers), devices, checkpoint=checkpoint)
 
 
-@placements
-@pytest.mark.parametrize("poppers", [1, 2])
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_an_output_without_grad_is_that_of_the_plain_model(
-    devices: list[str], poppers: int, mode: Callable[[], Any]
-) -> None:
-    module, x = model(poppers), batch(requires_grad=False)
-    with mode():
-        expected = module(x)
-        with pipe_of(copy.deepcopy(module), devices) as pipe:
-            torch.testing.assert_close(pipe(x).cpu(), expected)
-
-
-@placements
-def test_a_popped_skip_is_on_the_device_of_the_popping_layer(devices: list[str]) -> None:
-    found: list[torch.device] = []
-
-    def look(skip: Tensor) -> Tensor:
-        found.append(skip.device)
-        return skip
-
-    with pipe_of(model(take=look), devices, chunks=1) as pipe:
-        pipe(batch())
-    assert found == [torch.device(devices[-1])]
-
-
-def test_what_a_layer_keeps_on_cpu_on_purpose_stays_there() -> None:
-    found: list[str] = []
-
-    def put(x: Tensor) -> tuple[Tensor, Tensor]:
-        return x, torch.arange(len(x), device="cpu")
-
-    def take(skip: Any) -> Tensor:
-        found.extend(tensor.device.type for tensor in skip)
-        x: Tensor = skip[0]
-        return x
-
-    with pipe_of(model(put=put, take=take), ["cuda:0", "cpu", "cuda:0"], chunks=1) as pipe:
-        pipe(batch())
-    assert found == ["cuda", "cpu"]
-
-
 # Copies -------------------------------------------------------------------------------------------
 
 
@@ -250,31 +192,6 @@ def test_a_copy_waits_for_the_layer_that_stashes_and_a_layer_for_the_copy_it_pop
 
 @placements
 @modes
-@pytest.mark.parametrize("poppers", [1, 2])
-def test_a_skips_gradient_is_added_after_it_was_copied_back(
-    devices: list[str], checkpoint: str, poppers: int
-) -> None:
-    """With two popping layers there are two gradients, added after both have been copied."""
-    assert_same_step(model(poppers, take=slow_backward), devices, checkpoint=checkpoint)
-
-
-@placements
-@pytest.mark.parametrize("poppers", [1, 2])
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_a_copy_without_grad_waits_for_its_source_too(
-    devices: list[str], poppers: int, mode: Callable[[], Any]
-) -> None:
-    """While a skip is fetched, the stashing GPU is busy with the next micro-batches."""
-    module, x = model(poppers, put=slowly), batch(requires_grad=False)
-    with mode():
-        expected = module(x)
-        with pipe_of(copy.deepcopy(module), devices) as pipe:
-            for _ in range(3):
-                torch.testing.assert_close(pipe(x).cpu(), expected)
-
-
-@placements
-@modes
 def test_steps_on_a_stream_of_the_caller_s_own_are_right(
     devices: list[str], checkpoint: str
 ) -> None:
@@ -287,42 +204,9 @@ def test_steps_on_a_stream_of_the_caller_s_own_are_right(
 # Memory -------------------------------------------------------------------------------------------
 
 
-def allocated() -> int:
-    torch.cuda.synchronize()
-    return sum(torch.cuda.memory_allocated(k) for k in range(torch.cuda.device_count()))
-
-
 def reserved() -> int:
     torch.cuda.synchronize()
     return sum(torch.cuda.memory_reserved(k) for k in range(torch.cuda.device_count()))
-
-
-@pytest.mark.slow
-@placements
-@modes
-def test_reserved_memory_stays_flat(devices: list[str], checkpoint: str) -> None:
-    x = batch()
-    with pipe_of(model(2), devices, checkpoint=checkpoint) as pipe:
-        sizes = []
-        for step in range(300):
-            pipe(x).sum().backward()
-            if step in (99, 299):
-                sizes.append(reserved())
-    assert sizes[1] <= sizes[0]
-
-
-@placements
-@modes
-def test_no_skip_is_left_after_a_step(devices: list[str], checkpoint: str) -> None:
-    x = batch(requires_grad=False)
-    with pipe_of(model(), devices, checkpoint=checkpoint) as pipe:
-        levels = []
-        for _ in range(3):
-            pipe(x).sum().backward()
-            with torch.no_grad():
-                pipe(x[:1])  # a worker drops its last task just after its caller was let go
-            levels.append(allocated())  # gradients are kept from the first step on
-    assert levels[2] <= levels[1]
 
 
 @pytest.mark.multi_gpu

@@ -118,21 +118,6 @@ def test_a_popped_skip_requires_grad_as_in_the_plain_model(
     assert seen == len(seen) * [expected]
 
 
-def test_a_skip_popped_in_a_recomputation_is_no_part_of_the_forwards_graph() -> None:
-    popped: list[Tensor] = []
-
-    def look(x: Tensor, skip: Tensor) -> Tensor:
-        popped.append(skip)
-        return x * skip
-
-    model = nn.Sequential(stashed(torch.exp), taken(look))
-    with pipe_of(model, [1, 1], checkpoint="always") as pipe:
-        pipe(batch()).sum().backward()
-    forward, again = popped
-    same(again, forward)
-    assert again is not forward and again.requires_grad
-
-
 @each_way
 def test_a_parameter_may_be_stashed(way: Way) -> None:
     @skippable(stash=["a"])
@@ -185,13 +170,6 @@ def test_a_skip_modified_in_place_is_refused_or_popped_as_it_was_stashed(
 
 
 @balances
-def test_a_skip_modified_in_place_is_refused_without_grad(balance: list[int]) -> None:
-    with torch.no_grad(), pipe_of(modifying(), balance, chunks=2) as pipe:
-        with pytest.raises(RuntimeError, match=CHANGED):
-            pipe(batch())
-
-
-@balances
 def test_in_inference_mode_a_skip_is_popped_as_it_was_stashed(balance: list[int]) -> None:
     model, x = modifying(), batch()
     with torch.inference_mode(), pipe_of(model, balance, chunks=2) as pipe:
@@ -223,17 +201,6 @@ def test_the_second_popping_layer_does_not_get_the_first_ones_changes(
             assert CHANGED in str(error)
         else:
             same(output, y + 1000 * y.exp() + y.exp())
-
-
-@balances
-def test_the_second_popping_layer_does_not_get_changes_in_inference_mode_either(
-    balance: list[int],
-) -> None:
-    model, x = two_poppers(), batch()
-    first: Any = model[0]
-    with torch.inference_mode(), pipe_of(model, balance, chunks=2) as pipe:
-        y = first.before(x)
-        same(pipe(x), y + 1000 * y.exp() + y.exp())
 
 
 @modes

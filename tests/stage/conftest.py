@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.stage.skips import NamingStreams
 from tests.stages import META, FakeStreams
 
 
@@ -19,8 +18,3 @@ def meta() -> None:
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch, meta: None) -> FakeStreams:
     return FakeStreams(monkeypatch)
-
-
-@pytest.fixture
-def naming(monkeypatch: pytest.MonkeyPatch, meta: None) -> NamingStreams:
-    return NamingStreams(monkeypatch)

@@ -6,8 +6,6 @@ Each test here fails when one thread does all the work: a barrier breaks.
 from __future__ import annotations
 
 import threading
-import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pipert import Pipe, is_recomputing
-from tests.contract.ways import SCHEDULES, linear, mean
-from tests.layers import Apply
+from tests.contract.ways import linear, mean
 
 PATIENCE = 10.0  # s
 
@@ -98,12 +95,6 @@ def test_two_partitions_go_backward_at_the_same_time(schedule: str, one: Task, o
 
 
 @pytest.mark.layered  # names threads, not those of micro-batches
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_two_partitions_go_forward_at_the_same_time(schedule: str) -> None:
-    assert meet(schedule, ("F", 1, 0), ("F", 0, 1)) == BOTH
-
-
-@pytest.mark.layered  # names threads, not those of micro-batches
 def test_one_partition_goes_forward_while_another_goes_backward() -> None:
     assert meet("1f1b", ("F", 2, 0), ("B", 1, 1)) == BOTH
 
@@ -114,39 +105,6 @@ def test_one_partition_goes_forward_while_another_goes_backward() -> None:
 )
 def test_two_partitions_recompute_at_the_same_time(schedule: str, one: Task, other: Task) -> None:
     assert meet(schedule, one, other, checkpoint="always") == BOTH
-
-
-def test_a_partition_recomputes_before_the_gradient_is_there() -> None:
-    """The next partition is then in the backward that produces the gradient."""
-    assert meet("gpipe", ("R", 1, 0), ("B", 1, 1), checkpoint="always") == BOTH
-
-
-def test_four_partitions_go_backward_at_the_same_time() -> None:
-    found = meet("gpipe", *[("B", 3 - j, j) for j in range(4)], n=4)
-    assert found == [f"pipert-cpu-{j}" for j in range(4)]
-
-
-@pytest.mark.layered  # names threads, not those of micro-batches
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("checkpoint", ["always", "never"])
-def test_each_task_runs_on_the_worker_of_its_partition(schedule: str, checkpoint: str) -> None:
-    tasks = [
-        (kind, i, j)
-        for kind in ("FRB" if checkpoint == "always" else "FB")
-        for i in range(4)
-        for j in range(2)
-    ]
-    seen: dict[Task, set[str]] = {}
-
-    class Notes(Meeting):
-        def __call__(self, task: Task) -> None:
-            seen.setdefault(task, set()).add(threading.current_thread().name)
-
-    rows = torch.arange(4, dtype=torch.float64).view(4, 1).expand(4, 3)
-    module = nn.Sequential(*[Watched(Notes(), j) for j in range(2)])
-    with Pipe(module, [1, 1], devices=["cpu"] * 2, chunks=4, checkpoint=checkpoint) as pipe:
-        pipe.forward_backward(rows, loss_fn=mean, schedule=schedule)
-    assert seen == {task: {f"pipert-cpu-{task[2]}"} for task in tasks}
 
 
 @pytest.mark.layered  # names threads, not those of micro-batches
@@ -161,52 +119,3 @@ def test_the_loss_is_computed_on_the_last_worker() -> None:
     with Pipe(module, [1, 1, 1], devices=["cpu"] * 3, chunks=2) as pipe:
         pipe.forward_backward(torch.randn(4, 3, dtype=torch.float64), loss_fn=loss)
     assert threads == ["pipert-cpu-2"] * 2
-
-
-# How much is kept.
-
-
-class Kept:
-    """Counts the activations of a partition that are alive, at each of its forwards."""
-
-    def __init__(self) -> None:
-        self.most = 0
-        self._alive: list[weakref.ref[Tensor]] = []
-
-    def __call__(self, x: Tensor) -> Tensor:
-        activation = x * 2
-        self._alive.append(weakref.ref(activation))
-        self.most = max(self.most, sum(one() is not None for one in self._alive))
-        y: Tensor = _Keeps.apply(x, activation)  # type: ignore[no-untyped-call]
-        return y
-
-
-class _Keeps(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, activation: Tensor) -> Tensor:
-        ctx.activation = activation  # lives as long as the graph
-        return x * 1
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-
-def most_kept(schedule: str, m: int, n: int, make: Callable[[], Kept] = Kept) -> list[int]:
-    kept = [make() for _ in range(n)]
-    layers = [nn.Sequential(linear(3, 3), Apply(one)) for one in kept]
-    x = torch.randn(m, 3, dtype=torch.float64)
-    with Pipe(
-        nn.Sequential(*layers), [1] * n, devices=["cpu"] * n, chunks=m, checkpoint="never"
-    ) as pipe:
-        pipe.forward_backward(x, loss_fn=mean, schedule=schedule)
-    return [one.most for one in kept]
-
-
-@pytest.mark.parametrize(("m", "n"), [(8, 3), (2, 3), (1, 2), (12, 1), (5, 4)])
-def test_one_f_one_b_keeps_n_minus_j_micro_batches_of_partition_j(m: int, n: int) -> None:
-    assert most_kept("1f1b", m, n) == [min(m, n - j) for j in range(n)]
-
-
-def test_gpipe_keeps_all_micro_batches() -> None:
-    assert most_kept("gpipe", 8, 3) == [8, 8, 8]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from typing import Any
 
 import pytest
@@ -24,7 +22,6 @@ from tests.contract.ways import (
     mean,
     piped,
     take_step,
-    ways,
 )
 from tests.layers import Apply
 
@@ -43,14 +40,6 @@ def test_a_step_without_gradients_is_refused(off: Any) -> None:
     with piped(nn.Sequential(linear(3, 3), linear(3, 3)), [1, 1], Way("1f1b", "never")) as pipe:
         with off(), pytest.raises(RuntimeError, match="computes gradients, which are disabled"):
             pipe.forward_backward(batch(4), loss_fn=mean)
-
-
-@ways
-def test_a_step_in_eval_mode_equals_the_plain_modules_in_eval_mode(way: Way) -> None:
-    norm = nn.BatchNorm1d(4, dtype=torch.float64)
-    norm(torch.randn(9, 4, dtype=torch.float64))
-    module = nn.Sequential(linear(3, 4), norm, nn.Dropout(0.5), linear(4, 2)).eval()
-    assert_equal(module, [2, 2], way, batch(7, requires_grad=True))
 
 
 # Layers that differentiate.
@@ -196,35 +185,3 @@ def test_the_mode_that_was_chosen_says_what_is_recomputed(
     with counting(checkpoint=chosen) as pipe:
         for way in (schedule, schedule.upper(), NAMED[schedule]):
             assert recomputed(pipe, schedule=way) == expected
-
-
-@pytest.mark.parametrize(("chosen", "schedule", "expected"), CHOICES)
-@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
-def test_a_copy_has_the_mode_of_its_original(
-    how: str, chosen: str | None, schedule: str, expected: int
-) -> None:
-    with counting(checkpoint=chosen) as pipe:
-        with copy.deepcopy(pipe) if how == "deepcopy" else pickle.loads(pickle.dumps(pipe)) as own:
-            assert recomputed(own, schedule=schedule) == expected
-
-
-def test_a_mode_may_be_chosen_later() -> None:
-    with counting() as pipe:
-        assert recomputed(pipe) == 0
-        pipe.checkpoint = "always"
-        assert recomputed(pipe) == 4
-
-
-def test_choosing_the_default_is_choosing() -> None:
-    with counting() as pipe:
-        assert pipe.checkpoint == "except_last"
-        pipe.checkpoint = pipe.checkpoint
-        assert recomputed(pipe) == 3
-
-
-def test_a_call_after_a_step_recomputes_as_ever() -> None:
-    with counting() as pipe:
-        recomputed(pipe)
-        calls.clear()
-        mean(pipe(batch(4)), None).backward()
-        assert len(calls) == 3

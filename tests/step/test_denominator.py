@@ -81,23 +81,6 @@ def test_loss_and_gradients_are_those_of_the_mean_over_counted_rows(
     same(stepped(model, x, target, schedule=schedule, checkpoint=checkpoint), expected)
 
 
-@pytest.mark.parametrize("scale", [8.0, torch.tensor(8.0)])
-@schedules
-def test_gradients_are_scaled_and_the_loss_is_not(schedule: str, scale: Any) -> None:
-    model, (x, target) = a_model(), padded(0, 1, 2)
-    expected = plain(model, x, target, 8.0)
-    same(stepped(model, x, target, schedule=schedule, loss_scale=scale), expected)
-
-
-@schedules
-@pytest.mark.parametrize("kind", [int, float, lambda count: count.reshape(1).float()])
-def test_a_denominator_is_a_number_or_a_tensor_of_one_element(schedule: str, kind: Any) -> None:
-    model, (x, target) = a_model(), padded(0, 1)
-    given = kind(number_of(target))
-    found = stepped(model, x, target, denominator=given, schedule=schedule)
-    same(found, plain(model, x, target))
-
-
 @pytest.mark.multi_gpu
 @pytest.mark.parametrize("there", ["cpu", "cuda:0", "cuda:1"])
 def test_a_denominator_may_be_on_any_device_and_changed_afterwards(there: str) -> None:
@@ -109,19 +92,6 @@ def test_a_denominator_may_be_on_any_device_and_changed_afterwards(there: str) -
         count.fill_(1)
         found = {name: None if g is None else g.cpu() for name, g in grads_of(model).items()}
     same([loss.cpu(), found], expected[:2])
-
-
-def test_weights_of_classes_count_as_much_as_they_weigh() -> None:
-    weight = torch.rand(CLASSES, dtype=torch.float64)
-    model, (x, target) = a_model(), padded()
-    own = copy.deepcopy(model)
-    loss = F.cross_entropy(own(x), target, weight)
-    loss.backward()  # type: ignore[no-untyped-call]
-    found = stepped(
-        model, x, target, denominator=weight[target].sum(),
-        loss_fn=lambda y, t: F.cross_entropy(y, t, weight, reduction="sum"),
-    )  # fmt: skip
-    same(found[:2], [loss.detach(), grads_of(own)])
 
 
 def test_one_denominator_for_several_batches_accumulates_their_mean() -> None:
@@ -211,31 +181,11 @@ def test_a_denominator_that_is_none_is_refused(given: Any, error: Any, message: 
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_a_pair_of_a_sum_and_a_count_is_refused_with_the_way_to_give_it() -> None:
-    model, (x, target) = a_model(), padded()
-    with pytest.raises(TypeError, match=r"denominator .* such as \(target != -100\).sum\(\)"):
-        stepped(model, x, target, loss_fn=lambda y, t: (total(y, t), number_of(t)))
-
-
 def test_a_loss_that_is_not_finite_for_some_micro_batches_is_warned_of() -> None:
     model, (x, target) = a_model(), padded(0, 1, 2)
     with pytest.warns(RuntimeWarning, match="nan for micro-batch 0, and finite for the other 3"):
         loss, *_ = stepped(model, x, target, loss_fn=F.cross_entropy, denominator=None)
     assert loss.isnan()
-
-
-def test_the_warning_shows_the_line_that_takes_the_step() -> None:
-    model, (x, target) = a_model(), padded(0, 1, 2)
-    with pipe_of(model, [5], chunks=CHUNKS) as pipe, pytest.warns(RuntimeWarning) as seen:
-        pipe.forward_backward(x, target=target, loss_fn=F.cross_entropy)
-    assert seen[0].filename == __file__
-
-
-def test_a_warning_that_is_an_error_leaves_every_gradient_alone() -> None:
-    model, (x, target) = a_model(), padded(0, 1, 2)
-    with pytest.raises(RuntimeWarning):  # as they are in these tests
-        stepped(model, x, target, loss_fn=F.cross_entropy, denominator=None)
-    assert all(p.grad is None for p in model.parameters())
 
 
 @pytest.mark.parametrize("values", [[1.0] * 4, [NAN] * 4, [INF, -INF, NAN, NAN]])

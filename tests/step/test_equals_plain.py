@@ -17,8 +17,6 @@ from torch import Tensor, nn
 
 from pipert import Pipe
 from tests.contract.ways import (
-    MODES,
-    SCHEDULES,
     Way,
     assert_equal,
     batch,
@@ -43,19 +41,6 @@ def test_the_returned_loss_and_outputs_have_no_graph(way: Way) -> None:
 
 
 @ways
-def test_gradients_are_added_to_those_of_a_plain_backward(way: Way) -> None:
-    module, x = seven_layers(), batch(7)
-    plain = copy.deepcopy(module)
-    with piped(module, [3, 4], way) as pipe:
-        mean(pipe(x), None).backward()
-        take_step(pipe, way, x)
-        mean(pipe(x), None).backward()
-    for _ in range(3):
-        mean(plain(x), None).backward()
-    same(grads_of(module), grads_of(plain))
-
-
-@ways
 def test_grad_is_added_to_in_place(way: Way) -> None:
     module = seven_layers()
     with piped(module, [3, 4], way) as pipe:
@@ -63,26 +48,6 @@ def test_grad_is_added_to_in_place(way: Way) -> None:
         before = [p.grad for p in module.parameters()]
         take_step(pipe, way, batch(7))
     assert all(p.grad is grad for p, grad in zip(module.parameters(), before, strict=True))
-
-
-@ways
-def test_no_two_gradients_share_memory(way: Way) -> None:
-    class Sum(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a = nn.Parameter(torch.zeros(3, dtype=torch.float64))
-            self.b = nn.Parameter(torch.zeros(3, dtype=torch.float64))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x + (self.a + self.b)
-
-    layer = Sum()
-    for chunks in (1, 3):
-        layer.zero_grad()
-        with piped(nn.Sequential(layer, nn.Tanh()), [1, 1], way, chunks) as pipe:
-            take_step(pipe, way, batch(6))
-        assert layer.a.grad is not None and layer.b.grad is not None
-        assert layer.a.grad.data_ptr() != layer.b.grad.data_ptr()
 
 
 # Reductions.
@@ -175,18 +140,6 @@ def test_a_loss_with_parameters_gets_their_gradients(way: Way) -> None:
 
 
 @ways
-def test_a_frozen_model_may_have_a_loss_that_learns(way: Way) -> None:
-    module, loss, x = seven_layers().requires_grad_(False), Scaled(), batch(7)
-    target = torch.randn(7, 2, dtype=torch.float64)
-    plain_loss = copy.deepcopy(loss)
-    with piped(module, [3, 4], way) as pipe:
-        take_step(pipe, way, x, target=target, loss_fn=loss)
-    plain_loss(module(x), target).backward()
-    same(grads_of(loss), grads_of(plain_loss))
-    assert set(grads_of(module).values()) == {None}
-
-
-@ways
 def test_a_loss_may_use_parameters_of_the_model(way: Way) -> None:
     """As weight decay does. Then a gradient comes from two partitions."""
     module, x = seven_layers(), batch(7)
@@ -199,26 +152,3 @@ def test_a_loss_may_use_parameters_of_the_model(way: Way) -> None:
         take_step(pipe, way, x, loss_fn=decayed(module))
     decayed(plain)(plain(x), None).backward()
     same(grads_of(module), grads_of(plain))
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_loss_may_change_the_output_in_place(schedule: str) -> None:
-    def in_place(output: Tensor, target: Any) -> Any:
-        return mean(output.add_(1), None)
-
-    assert_equal(seven_layers(), [3, 4], Way(schedule, "never"), batch(7), loss_fn=in_place)
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_all_modes_give_the_same_bits(schedule: str, mode: str) -> None:
-    """Two runs give the same bits, too."""
-
-    def gradients(checkpoint: str) -> Any:
-        torch.manual_seed(1)
-        module, way = seven_layers(), Way(schedule, checkpoint)
-        with piped(module, [2, 1, 4], way, 4) as pipe:
-            loss = take_step(pipe, way, batch(9))
-        return loss, grads_of(module)
-
-    same(gradients(mode), gradients("never"), rtol=0, atol=0)

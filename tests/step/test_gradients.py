@@ -10,26 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from pipert import Pipe, pipeline
-from pipert.stage.gradients import Arriving, Gradients, delivery
+from pipert.stage.gradients import Gradients, delivery
 
 META = torch.device("meta")
-
-
-def test_a_weight_of_another_device_is_summed_where_its_gradients_are() -> None:
-    weight = torch.ones(3, requires_grad=True)
-    sums = Gradients()
-    for _ in range(3):
-        sums.add([weight], [torch.empty(3, device=META)])
-    assert sums._sums[id(weight)].total.device == META
-
-
-def test_the_first_gradient_is_never_changed() -> None:
-    weight, first = torch.ones(2, requires_grad=True), torch.ones(2)
-    sums = Gradients()
-    for gradient in (first, torch.ones(2), torch.ones(2)):
-        sums.add([weight], [gradient])
-    assert first.tolist() == [1.0, 1.0]
-    assert [total.tolist() for _, total in sums.take()] == [[3.0, 3.0]]
 
 
 @pytest.mark.parametrize(
@@ -56,22 +39,6 @@ def test_memory_shared_with_the_first_gradient_is_never_changed(
     assert total.eq(3).all()
 
 
-def test_memory_held_without_a_tensor_is_never_changed() -> None:
-    weight, storage = torch.ones(4, requires_grad=True), torch.ones(4).untyped_storage()
-    sums = Gradients()
-    sums.add([weight], [torch.empty(0).set_(storage)])
-    sums.add([weight], [torch.ones(4)])
-    assert torch.empty(0).set_(storage).eq(1).all()
-
-
-def test_a_sum_keeps_no_larger_memory_alive() -> None:
-    weight, sums = torch.ones(4, requires_grad=True), Gradients()
-    for _ in range(2):
-        sums.add([weight], [torch.ones(100)[:4]])
-    ((_, total),) = sums.take()
-    assert total.untyped_storage().nbytes() == total.nbytes
-
-
 @pytest.mark.parametrize("of_first", [torch.channels_last, torch.contiguous_format])
 @pytest.mark.parametrize("of_weight", [torch.channels_last, torch.contiguous_format])
 def test_a_sum_is_laid_out_as_its_weight(
@@ -83,30 +50,6 @@ def test_a_sum_is_laid_out_as_its_weight(
         sums.add([weight], [torch.ones(2, 3, 4, 4).to(memory_format=of_first)])
     ((_, total),) = sums.take()
     assert total.stride() == weight.stride() and total.eq(3).all()
-
-
-def test_a_sum_has_the_dtype_of_its_gradients() -> None:
-    """A weight in half precision may want gradients in float32, which must not be rounded."""
-    weight, sums = torch.ones(2, dtype=torch.bfloat16, requires_grad=True), Gradients()
-    for _ in range(4):
-        sums.add([weight], [torch.full((2,), 1.001)])
-    ((_, total),) = sums.take()
-    assert total.dtype is torch.float32 and total.sub(4.004).abs().max() < 1e-6
-
-
-def test_a_weight_that_comes_twice_with_a_micro_batch_has_the_sum_of_all() -> None:
-    weight = torch.ones(2, requires_grad=True)
-    sums = Gradients()
-    for second in (None, torch.full((2,), 10.0), torch.full((2,), 10.0)):
-        sums.add([weight, weight], [torch.ones(2), second])
-    assert [total.tolist() for _, total in sums.take()] == [[23.0, 23.0]]
-
-
-def test_a_weight_that_was_not_used_has_no_sum() -> None:
-    weight = torch.ones(2, requires_grad=True)
-    sums = Gradients()
-    sums.add([weight], [None])
-    assert not sums.take()
 
 
 def _used_before(make: Callable[..., Any]) -> Callable[..., Any]:
@@ -139,24 +82,6 @@ def test_anomaly_detection_reads_nothing_of_a_step_on_another_stream_than_the_ca
         ):  # fmt: skip
             pipe.forward_backward(torch.ones(4, 3), loss_fn=lambda y, _: y.sum())
             assert all(p.grad is not None for p in pipe.parameters())
-
-
-def test_the_sums_of_a_step_become_the_gradients_as_they_are(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """If they were copied, all gradients would exist twice at the end of a step."""
-    delivered: set[int] = set()
-
-    def note(arriving: Arriving) -> Any:
-        delivered.update(gradient.data_ptr() for _, gradient in arriving)
-        return delivery(arriving)
-
-    monkeypatch.setattr("pipert.stage.step.delivery", note)
-    layers = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    with Pipe(layers, [1, 1], devices=["cpu"] * 2, chunks=2) as pipe:
-        pipe.forward_backward(torch.rand(4, 3), loss_fn=lambda y, _: y.sum())
-        grads = {p.grad.data_ptr() for p in pipe.parameters() if p.grad is not None}
-    assert len(grads) == 4 and grads == delivered
 
 
 # Memory -------------------------------------------------------------------------------------------

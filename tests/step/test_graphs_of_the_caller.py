@@ -13,9 +13,6 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import orthogonal, weight_norm
 
 from pipert import Pipe
-from pipert._torch import node_count
-from pipert.autograd.leaves import leaves_behind
-from pipert.autograd.order import begin_numbers
 from tests.contract.ways import (
     Way,
     batch,
@@ -105,43 +102,6 @@ def test_all_micro_batches_may_use_a_graph_of_the_caller(
             same(x.grad, dx)
             learned.clear()
             x.grad = None
-
-
-@each_way
-def test_the_input_may_come_from_the_same_graph(way: Way) -> None:
-    learned, rows = Learned("both"), batch(9)
-    weight = leaf(3, 3)
-    learned.leaves.append(weight)
-
-    def inputs() -> Tensor:
-        learned.compute()
-        x: Tensor = rows @ (weight * learned.used[0]).tanh()
-        return x
-
-    learned.loss(learned.module(inputs()), None).backward()
-    expected = learned.grads()
-    learned.clear()
-    with piped(learned.module, [2, 1, 2, 1], way, chunks=CHUNKS) as pipe:
-        take_step(pipe, way, inputs(), loss_fn=learned.loss)
-    same(learned.grads(), expected)
-
-
-@ways
-def test_a_tensor_computed_by_the_caller_keeps_the_sum_of_its_gradient(way: Way) -> None:
-    """A hook on it sees the part of each micro-batch, like a hook on any tensor in a layer."""
-    learned, x, seen = Learned("loss"), batch(8), list[Tensor]()
-    learned.compute()
-    learned.used[0].retain_grad()
-    learned.loss(learned.module(x), None).backward()
-    expected = learned.used[0].grad
-    learned.clear()
-    learned.compute()
-    learned.used[0].retain_grad()
-    learned.used[1].register_hook(seen.append)
-    with piped(learned.module, [3, 3], way, chunks=CHUNKS) as pipe:
-        take_step(pipe, way, x, loss_fn=learned.loss)
-    same(learned.used[0].grad, expected)
-    assert len(seen) == CHUNKS
 
 
 @ways
@@ -237,42 +197,3 @@ def nodes(count: int) -> Iterator[Tensor]:
     x = leaf(1)
     for _ in range(count):
         yield (x := x.exp())
-
-
-def test_a_thread_begins_where_the_caller_is() -> None:
-    behind = node_count() + 1000
-    assert begin_numbers(behind) == behind == node_count()
-    assert begin_numbers(behind - 10) == behind  # it goes only on
-
-
-def test_a_thread_that_makes_slow_nodes_comes_nearer_step_by_step() -> None:
-    """In anomaly detection each node records a stack, and so many would take minutes."""
-    before = node_count()
-    with torch.autograd.set_detect_anomaly(True):
-        assert before < begin_numbers(before + 10**6) < begin_numbers(before + 10**6)
-    assert node_count() < before + 10**5
-
-
-def test_graphs_of_the_caller_are_left_as_they_are_while_numbers_are_behind() -> None:
-    scale = leaf(1)
-    for _ in nodes(3000):
-        pass
-    with (
-        piped(model(), [2, 2], Way("1f1b", "never"), chunks=CHUNKS) as pipe,
-        torch.autograd.set_detect_anomaly(True),
-    ):
-        used = scale.exp()
-        pipe.forward_backward(batch(8), loss_fn=lambda y, _: (y * used).square().mean())
-    assert scale.grad is not None
-
-
-def test_a_graph_that_goes_on_in_another_one_is_known_by_its_numbers() -> None:
-    *_, outside = nodes(5)
-    first = node_count()
-    *_, own = nodes(5)
-    of_both = own * outside
-    ours = range(first, node_count())
-    for y, has_others in ((own, False), (of_both, True), (outside, True)):
-        assert y.grad_fn is not None
-        assert bool(leaves_behind([y.grad_fn], ours=ours).others) is has_others
-        assert not leaves_behind([y.grad_fn]).others

@@ -17,7 +17,6 @@ from tests.activations import Activations
 from tests.layers import Apply
 from tests.step.faulty import Acts, acting
 
-WAIT = 10.0  # s
 SCHEDULES = ("gpipe", "1f1b")
 
 schedules = pytest.mark.parametrize("schedule", SCHEDULES)
@@ -77,19 +76,6 @@ def test_tasks_before_the_failure_run_and_none_after_it_on_the_same_worker(
     assert set(before) <= set(done)
 
 
-def test_no_task_runs_after_the_first_one_failed() -> None:
-    done: list[tuple[str, int, int]] = []
-
-    def act(*task: Any) -> None:
-        done.append(task)
-        raise ValueError
-
-    steps = Steps(act, n=3)
-    with steps.pipe, pytest.raises(ValueError):
-        steps.step()
-    assert done == [("forward", 0, 0)]
-
-
 # What it says -------------------------------------------------------------------------------------
 
 
@@ -109,14 +95,6 @@ def error_of(
 def test_an_error_of_a_backward_says_which_task_it_was() -> None:
     error = error_of("backward", 2, 1).value
     assert error.__notes__ == ["in backward B[2,1]: partition 1 on cpu, micro-batch 2 of 4"]
-
-
-def test_an_error_of_a_recomputation_says_which_layer_it_was() -> None:
-    (note,) = error_of("recomputation", 2, 1, "always").value.__notes__
-    assert note == (
-        "in recomputation R[2,1]: partition 1 on cpu, layer '1' (Acts), micro-batch 2 of 4, input "
-        "float32[1, 3]"
-    )
 
 
 def test_an_error_of_the_loss_says_which_task_it_was() -> None:
@@ -164,39 +142,6 @@ def test_the_traceback_ends_where_it_was_raised(phase: str) -> None:
     assert traceback.extract_tb(caught.tb)[-1].name == "act"
 
 
-def test_a_recomputation_that_saves_something_else_is_refused_with_its_note() -> None:
-    def other(x: Tensor) -> Tensor:
-        return x.exp().sin() if is_recomputing() else x.exp()
-
-    model = nn.Sequential(nn.Linear(3, 3), Apply(other))
-    with Pipe(model, [1, 1], devices=["cpu"] * 2, chunks=2, checkpoint="always") as pipe:
-        with pytest.raises(RuntimeError, match="saved 2 tensors and its forward 1") as caught:
-            pipe.forward_backward(rows(4), target=rows(4), loss_fn=functional.mse_loss)
-    (note,) = caught.value.__notes__
-    assert note.startswith("in recomputation R[0,1]: partition 1 on cpu")
-
-
-def test_an_error_that_is_raised_again_has_the_notes_of_both_places_once_each() -> None:
-    error = ValueError("the same one")
-    failing = ["backward", "forward"]
-
-    def act(phase: str, i: int, j: int) -> None:
-        if (i, j) == (1, 1) and failing and phase == failing[0]:
-            raise error
-
-    steps = Steps(act)
-    with steps.pipe:
-        for _ in range(2):
-            with pytest.raises(ValueError):
-                steps.step()
-        failing.pop(0)
-        with pytest.raises(ValueError):
-            steps.step()
-    assert [note[: note.index(":")] for note in error.__notes__] == [
-        "in backward B[1,1]", "in forward F[1,1]",
-    ]  # fmt: skip
-
-
 # What is left -------------------------------------------------------------------------------------
 
 
@@ -230,52 +175,6 @@ def test_a_worker_whose_backward_failed_does_not_keep_autograds_pending_nodes(
         with pytest.raises(ValueError):
             pipe.forward_backward(rows(8), target=rows(8), loss_fn=functional.mse_loss)
         assert seen.left() == 0
-
-
-def test_the_mini_batch_of_a_failed_step_is_not_kept(no_gc: None) -> None:
-    seen = Activations()
-
-    def act(*task: Any) -> None:
-        if task == ("backward", 1, 0):
-            raise ValueError
-
-    steps = Steps(act)
-    with steps.pipe:
-        seen.add(steps.x)
-        with pytest.raises(ValueError):
-            steps.step()
-        del steps.x
-        assert seen.left() == 0
-
-
-@schedules
-def test_a_failed_step_leaves_grad_none_where_it_was_none(schedule: str) -> None:
-    def act(*task: Any) -> None:
-        if task == ("backward", 3 if schedule == "1f1b" else 0, 0):
-            raise ValueError
-
-    steps = Steps(act)
-    with steps.pipe:
-        steps.x.requires_grad_()
-        with pytest.raises(ValueError):
-            steps.step(schedule)
-        assert [p.grad for p in steps.pipe.parameters()] == [None, None]
-        assert steps.x.grad is None
-
-
-def test_the_pipe_takes_steps_after_a_hook_raised() -> None:
-    def no(grad: Tensor) -> None:
-        raise ValueError
-
-    steps = Steps(lambda *_: None, n=3)
-    with steps.pipe as pipe:
-        handle = next(pipe[1].parameters()).register_hook(no)  # type: ignore[no-untyped-call]
-        with pytest.raises(ValueError):
-            steps.step()
-        handle.remove()
-        pipe.zero_grad()
-        steps.step()
-        assert all(p.grad is not None for p in pipe.parameters())
 
 
 def test_an_error_in_the_graph_of_the_inputs_leaves_the_gradients_of_parameters_alone() -> None:
@@ -322,11 +221,3 @@ def test_a_failed_step_does_not_update_deferred_statistics() -> None:
         failing.clear()
         pipe.forward_backward(x, loss_fn=sum_of_squares)
         assert not torch.equal(norm.running_mean, before)
-
-
-def test_a_pipe_that_was_closed_takes_no_step() -> None:
-    steps = Steps(lambda *_: None)
-    steps.pipe.close()
-    with pytest.raises(RuntimeError, match="closed"):
-        steps.step()
-    assert [p.grad for p in steps.pipe.parameters()] == [None, None]

@@ -6,7 +6,6 @@ Counted is data, not tensor objects, as in ``tests/test_memory.py``.
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -109,32 +108,11 @@ def test_eager_1f1b_keeps_at_most_one_more_for_each_link_behind(n: int, m: int) 
     assert most_kept("eager-1f1b", "never", n, m) == [min(2 * (n - j) - 1, m) for j in range(n)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("schedule", "kept"), [("1f1b", [4, 3, 2, 1]), ("eager-1f1b", [7, 5, 3, 1])]
-)
-def test_no_more_is_kept_for_more_micro_batches(
-    schedule: str, kept: list[int]
-) -> None:
-    assert most_kept(schedule, "never", 4, 64) == kept
-
-
-def test_gpipe_keeps_all_micro_batches_in_each_partition() -> None:
-    assert most_kept("gpipe", "never", 3, 6) == [6, 6, 6]
-
-
 @schedules
 def test_with_checkpointing_a_partition_has_activations_of_one_micro_batch_at_once(
     schedule: str,
 ) -> None:
     assert most_kept(schedule, "always", 3, 6, outputs=False) == [1, 1, 1]
-
-
-@pytest.mark.parametrize(("schedule", "kept"), [("gpipe", [6, 6, 1]), ("1f1b", [3, 2, 1])])
-def test_a_checkpointed_partitions_output_is_kept_by_the_next_one(
-    schedule: str, kept: list[int]
-) -> None:
-    assert most_kept(schedule, "always", 3, 6) == kept
 
 
 class Inputs:
@@ -161,18 +139,6 @@ class _Sends(nn.Module):
         if self.is_last or is_recomputing():
             return y
         return self.inputs.between.add(y)
-
-
-def test_with_gpipe_and_checkpointing_the_inputs_of_all_micro_batches_wait() -> None:
-    setting = Inputs(2, 5, "always")
-
-    def loss(y: Tensor, target: Any) -> Tensor:
-        setting.counts.append(setting.between.now())
-        return y.sum()
-
-    with setting.pipe as pipe:
-        pipe.forward_backward(torch.rand(5, 3), loss_fn=loss, schedule="gpipe")
-        assert setting.counts[-1] == 5
 
 
 # When all is over ---------------------------------------------------------------------------------
@@ -218,23 +184,6 @@ def test_after_a_step_whose_outputs_are_kept_nothing_else_is_left(checkpoint: st
         assert not outputs.requires_grad
 
 
-def test_after_a_step_whose_input_gets_a_gradient_nothing_else_is_left() -> None:
-    setting = Setting("never")
-    with setting.pipe:
-        x = torch.rand(8, 3, requires_grad=True)
-        setting.step(x=x.exp())
-        assert x.grad is not None and setting.seen.left() == 0
-
-
-@modes
-def test_after_a_step_that_was_recorded_nothing_of_it_is_left(checkpoint: str) -> None:
-    setting = Setting(checkpoint)
-    with setting.pipe, setting.pipe.record() as timeline:
-        setting.step()
-        assert setting.seen.left() == 0
-    assert timeline.events
-
-
 def test_after_a_step_with_hooked_parameters_nothing_of_it_is_left() -> None:
     setting = Setting("never")
     with setting.pipe as pipe:
@@ -242,25 +191,6 @@ def test_after_a_step_with_hooked_parameters_nothing_of_it_is_left() -> None:
         weight.register_hook(lambda grad: grad * 2)  # type: ignore[no-untyped-call]
         setting.step()
         assert setting.seen.left() == 0
-
-
-def test_a_gradient_shares_no_memory_with_what_the_step_has_computed() -> None:
-    """The gradient of a sum, for example, is one number expanded to many."""
-
-    class Adds(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(2, 3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x + self.weight
-
-    with Pipe(nn.Sequential(Adds(), Adds()), [1, 1], devices=["cpu"] * 2) as pipe:
-        pipe.forward_backward(torch.rand(2, 3), loss_fn=lambda y, _: y.sum(), reduction="sum")
-        one, other = (parameter.grad for parameter in pipe.parameters())
-    assert one is not None and other is not None
-    one.add_(1.0)
-    assert torch.equal(one, torch.full((2, 3), 2.0)) and torch.equal(other, torch.ones(2, 3))
 
 
 @modes
@@ -311,18 +241,6 @@ def test_a_step_makes_no_cycles(checkpoint: str, schedule: str) -> None:
             gc.set_debug(0)
             gc.garbage.clear()
     assert found == [] and tensors == []
-
-
-def test_a_step_does_not_keep_its_pipe_alive() -> None:
-    setting = Setting("always")
-    setting.step(schedule="1f1b")
-    pipe, threads = weakref.ref(setting.pipe), threading.enumerate()
-    workers = [thread for thread in threads if thread.name.startswith("pipert-")]
-    del setting, threads
-    settle()
-    for thread in workers:
-        thread.join(5.0)
-    assert pipe() is None and not any(thread.is_alive() for thread in workers)
 
 
 def test_the_error_of_a_step_does_not_keep_its_pipe_alive_when_it_is_dropped() -> None:

@@ -17,8 +17,7 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
 
-from pipert import Event, Observer, Pipe, RunInfo, TaskInfo, Timeline, is_recomputing
-from pipert.schedules import plan
+from pipert import Event, Observer, Pipe, RunInfo, TaskInfo, Timeline
 from tests.layers import Apply
 from tests.observers import Log
 from tests.pipes import pipe_of_layers
@@ -48,50 +47,7 @@ def step(pipe: Pipe, **options: Any) -> Any:
     )
 
 
-def raising(phase: str) -> nn.Module:
-    """A layer that raises a ``ValueError`` in that phase."""
-
-    def no() -> None:
-        raise ValueError("no")
-
-    def function(x: Tensor) -> Tensor:
-        if phase == ("recomputation" if is_recomputing() else "forward"):
-            no()
-        return acting(x, no) if phase == "backward" else x.exp()
-
-    return Apply(function)
-
-
 # Observers ----------------------------------------------------------------------------------------
-
-
-def test_tasks_are_told_on_the_worker_of_their_partition() -> None:
-    class Threads(Observer):
-        def __init__(self) -> None:
-            self.seen: set[tuple[str, int, str]] = set()
-
-        def task_started(self, task: TaskInfo) -> None:
-            self.seen.add((task.phase, task.partition, threading.current_thread().name))
-
-    threads = Threads()
-    with three("always") as pipe:
-        pipe.add_observer(threads)
-        step(pipe)
-    phases = ("forward", "recomputation", "backward")
-    assert threads.seen == {(phase, j, f"pipert-cpu-{j}") for phase in phases for j in range(N)}
-
-
-@schedules
-def test_a_worker_is_told_of_its_tasks_in_the_order_of_the_schedule(schedule: str) -> None:
-    log = Log()
-    with three("always") as pipe:
-        pipe.add_observer(log)
-        step(pipe, schedule=schedule)
-    phases = {"F": "forward", "R": "recomputation", "B": "backward"}
-    order = plan(schedule, M, N, recomputed=M).order
-    for k in range(N):
-        told = [(t.phase, t.micro_batch) for t in log.of("task_started") if t.partition == k]
-        assert told == [(phases[kind], i) for kind, i, j in order if j == k]
 
 
 @pytest.mark.parametrize("event", ["task_started", "task_finished"])
@@ -184,22 +140,6 @@ def test_a_step_whose_last_task_failed_is_left_out_of_the_report(phase: str) -> 
     assert (timeline.report().calls, timeline.report().incomplete) == (1, 1)
 
 
-def test_a_call_whose_last_task_failed_is_left_out_of_the_report() -> None:
-    calls = []
-
-    def function(x: Tensor) -> Tensor:
-        calls.append(x)
-        if len(calls) == M:
-            raise ValueError("no")
-        return x
-
-    with pipe_of(nn.Linear(3, 3), Apply(function)) as pipe, pipe.record() as timeline:
-        with pytest.raises(ValueError, match="no"):
-            pipe(X)
-        pipe(X)
-    assert (timeline.report().calls, timeline.report().incomplete) == (1, 1)
-
-
 # Statistics ---------------------------------------------------------------------------------------
 
 
@@ -249,30 +189,6 @@ def test_each_task_is_recorded_once(checkpoint: str, recomputed: int, schedule: 
     assert tasks(timeline, "recompute") == again
 
 
-@schedules
-def test_tasks_of_a_device_are_recorded_one_after_the_other_in_the_order_of_the_schedule(
-    schedule: str,
-) -> None:
-    with three("always") as pipe:
-        timeline = record_step(pipe, schedule=schedule)
-    for k in range(N):
-        own = [e for e in timeline.events if e.partition == k and e.kind not in ("wait", "copy")]
-        expected = [a for a in plan(schedule, M, N, recomputed=M).order if a.j == k]
-        assert [event.name for event in own] == [str(action) for action in expected]
-        assert all(one.end <= next.start for one, next in zip(own, own[1:], strict=False))
-
-
-def test_a_backward_is_recorded_after_what_it_needs() -> None:
-    with three("always") as pipe:
-        events = record_step(pipe).events
-    at = {event.name: event for event in events if event.kind != "wait"}
-    for i, j in EACH:
-        back = at[f"B[{i},{j}]"]
-        assert at[f"F[{i},{j}]"].end <= at[f"R[{i},{j}]"].start
-        assert at[f"R[{i},{j}]"].end <= back.start
-        assert j == N - 1 or at[f"B[{i},{j + 1}]"].end <= back.start
-
-
 def test_waits_for_inputs_and_for_gradients_are_recorded() -> None:
     with three("never") as pipe:
         waits = tasks(record_step(pipe), "wait")
@@ -302,50 +218,6 @@ def meet(schedule: str, one: tuple[int, int], other: tuple[int, int]) -> Timelin
         return record_step(pipe, schedule=schedule)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "one", "other"),
-    [("1f1b", (0, 1), (1, 2)), ("gpipe", (3, 0), (2, 1)), ("1f1b", (2, 0), (3, 1))],
-)
-def test_backwards_of_two_partitions_happen_at_the_same_time(
-    schedule: str, one: tuple[int, int], other: tuple[int, int]
-) -> None:
-    at = {event.name: event for event in meet(schedule, one, other).events}
-    first, second = at["B[%d,%d]" % one], at["B[%d,%d]" % other]
-    assert first.start < second.end and second.start < first.end
-
-
-@schedules
-def test_a_report_can_be_made(schedule: str) -> None:
-    with three("except_last") as pipe:
-        timeline = record_step(pipe, schedule=schedule)
-    report = timeline.report()
-    assert report.calls == 1 and report.micro_batches == M
-    assert report.ideal_bubble == pytest.approx((N - 1) / (M + N - 1))
-    assert 0 <= report.bubble < 1
-    assert all(of.forward > 0 and of.backward > 0 for of in report.devices)
-    for times in report.devices:
-        assert times.forward + times.recomputing + times.backward == pytest.approx(times.busy)
-    assert "1 call of 4 micro-batches on 3 devices" in str(report)
-
-
-@pytest.mark.slow
-@schedules
-def test_the_bubble_of_equal_stages_is_near_the_ideal_one(schedule: str) -> None:
-    """The stages sleep once forward and twice backward."""
-    pause = threading.Event()
-
-    def sleeps(x: Tensor) -> Tensor:
-        pause.wait(0.02)
-        return acting(x, lambda: bool(pause.wait(0.04)))
-
-    layers = [nn.Sequential(Apply(sleeps), nn.Linear(3, 3)) for _ in range(N)]
-    with pipe_of(*layers, checkpoint="never") as pipe:
-        step(pipe, schedule=schedule)
-        report = record_step(pipe, schedule=schedule).report()
-    ideal = (N - 1) / (M + N - 1)  # one after the other would leave (N - 1) / N
-    assert ideal - 0.1 < report.bubble < ideal + 0.2
-
-
 def test_the_loss_is_part_of_the_forward_of_the_last_partition() -> None:
     def loss(y: Tensor, target: Tensor) -> Tensor:
         names.append({event.name for event in timeline.events})
@@ -361,13 +233,6 @@ def test_the_loss_is_part_of_the_forward_of_the_last_partition() -> None:
 def only(events: list[Event], name: str) -> Event:
     (event,) = (event for event in events if event.name == name)
     return event
-
-
-def test_a_task_that_failed_is_recorded_to_its_end() -> None:
-    with pipe_of(nn.Linear(3, 3), raising("backward")) as pipe:
-        with pipe.record() as timeline, pytest.raises(ValueError):
-            step(pipe)
-    assert only(list(timeline.events), "B[0,1]").seconds >= 0
 
 
 # Profilers ----------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -204,20 +203,6 @@ def linear_pipe(checkpoint: str, chunks: int = 2) -> tuple[nn.Sequential, Pipe]:
 checkpoints = pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
 
 
-def test_the_output_has_the_dtype_of_autocast() -> None:
-    _, pipe = linear_pipe("always")
-    with pipe, torch.autocast("cpu", torch.bfloat16):
-        assert pipe(torch.randn(4, 8)).dtype is torch.bfloat16
-
-
-def test_the_output_has_its_own_dtype_again_after_autocast() -> None:
-    _, pipe = linear_pipe("always")
-    with pipe:
-        with torch.autocast("cpu", torch.bfloat16):
-            pipe(torch.randn(4, 8))
-        assert pipe(torch.randn(4, 8)).dtype is torch.float32
-
-
 @checkpoints
 @pytest.mark.parametrize("backward_inside", [False, True])
 def test_no_weight_is_used_as_it_was_before_the_optimizers_step(
@@ -239,19 +224,6 @@ def test_no_weight_is_used_as_it_was_before_the_optimizers_step(
             piped = pipe(x)
         with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
             assert torch.equal(piped, torch.cat([module(half) for half in torch.split(x, 2)]))
-
-
-# Default device
-
-
-def test_random_layers_work_under_another_default_device() -> None:
-    pipe = Pipe(nn.Sequential(nn.Dropout(0.5)), [1], devices=["cpu"], chunks=2, checkpoint="always")
-    x = torch.ones(4, 8, requires_grad=True)
-    with pipe:
-        with torch.device("meta"):
-            out = pipe(x)
-        out.sum().backward()
-    assert x.grad is not None and torch.equal(x.grad, out.detach())
 
 
 # Context variables
@@ -282,13 +254,6 @@ def test_a_layers_change_of_a_variable_is_seen_by_later_layers_of_its_task() -> 
     with Pipe(nn.Sequential(*layers), [2], devices=["cpu"], chunks=3) as pipe:
         pipe(torch.ones(3, 1))
     assert layers[1].seen == ["a task's"] * 3
-
-
-def test_a_layers_change_of_a_variable_is_not_seen_by_the_caller() -> None:
-    layers = nn.Sequential(Setting())
-    with Pipe(layers, [1], devices=["cpu"], chunks=2, checkpoint="always") as pipe:
-        pipe(torch.ones(2, 1, requires_grad=True)).sum().backward()
-    assert VARIABLE.get() == "nobody's"
 
 
 def test_R_does_not_see_the_changes_that_F_made_to_a_variable() -> None:
@@ -362,47 +327,6 @@ def test_tensors_not_saved_by_a_checkpointed_forward_do_not_reach_the_callers_ho
     assert hooks.packed == 0
 
 
-@checkpoints
-def test_the_callers_hooks_unpack_all_that_they_packed(checkpoint: str) -> None:
-    module, x = whole_numbers()
-    hooks = Hooks()
-    with Pipe(module, [3, 2], devices=["cpu", "cpu"], chunks=3, checkpoint=checkpoint) as pipe:
-        gradients(pipe, x, hooks)
-    assert (hooks.packed > 0, hooks.unpacked) == (True, hooks.packed)
-
-
-@checkpoints
-def test_gradients_under_lossy_hooks_are_those_of_the_plain_module(checkpoint: str) -> None:
-    module, x = whole_numbers()
-    plain = gradients(module, x, Hooks())
-    with Pipe(module, [3, 2], devices=["cpu", "cpu"], chunks=3, checkpoint=checkpoint) as pipe:
-        assert same(gradients(pipe, x, Hooks()), plain)
-
-
-def test_the_hooks_of_these_tests_do_lose_something() -> None:
-    module, x = whole_numbers()
-    assert not same(gradients(module, x, Hooks()), gradients(module, x, contextlib.nullcontext))
-
-
-@checkpoints
-def test_hooks_for_the_backward_alone_change_nothing(checkpoint: str) -> None:
-    module, x = whole_numbers()
-    plain = gradients(module, x, contextlib.nullcontext)
-    with Pipe(module, [3, 2], devices=["cpu", "cpu"], chunks=3, checkpoint=checkpoint) as pipe:
-        assert same(gradients(pipe, x, contextlib.nullcontext, Hooks()), plain)
-
-
-def test_F_leaves_no_hooks_on_its_worker() -> None:
-    module, x = whole_numbers()
-    hooks = Hooks()
-    with Pipe(module, [3, 2], devices=["cpu", "cpu"], chunks=3, checkpoint="never") as pipe:
-        with hooks():
-            pipe(x)
-        hooks.packed = 0
-        pipe(x)
-    assert hooks.packed == 0
-
-
 # Intra-op threads
 
 
@@ -414,92 +338,11 @@ def four_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def on_new_thread(function: Callable[[], Any]) -> Any:
-    result: list[Any] = []
-    thread = threading.Thread(target=lambda: result.append(function()))
-    thread.start()
-    thread.join()
-    return result[0]
-
-
 @pytest.mark.usefixtures("four_threads")
 def test_F_sees_the_callers_count_of_threads_shared_out_among_the_workers() -> None:
     with Observed(torch.get_num_threads) as observed:
         observed.train()
         assert observed.take("F") == [2] * 4
-
-
-@pytest.mark.usefixtures("four_threads")
-def test_two_workers_of_a_caller_with_two_threads_have_one_each() -> None:
-    torch.set_num_threads(2)
-    with Observed(torch.get_num_threads) as observed:
-        observed.train()
-        assert observed.take("F") == [1] * 4
-
-
-@pytest.mark.usefixtures("four_threads")
-def test_a_worker_has_one_thread_at_least() -> None:
-    torch.set_num_threads(1)
-    with Observed(torch.get_num_threads) as observed:
-        observed.train()
-        assert observed.take("F") == [1] * 4
-
-
-@pytest.mark.usefixtures("four_threads")
-def test_F_sees_another_count_after_the_caller_has_changed_it() -> None:
-    with Observed(torch.get_num_threads) as observed:
-        observed.train()
-        observed.take("F")
-        torch.set_num_threads(6)
-        observed.train()
-        assert observed.take("F") == [3] * 4
-
-
-@pytest.mark.usefixtures("four_threads")
-def test_R_sees_the_callers_count_of_threads() -> None:
-    with Observed(torch.get_num_threads) as observed:
-        loss = observed.pipe(torch.ones(2, 1)).sum()
-        torch.set_num_threads(3)
-        loss.backward()
-        assert observed.take("R") == [4] * 4
-
-
-@pytest.mark.usefixtures("four_threads")
-def test_F_leaves_the_callers_count_of_threads_alone() -> None:
-    with Observed(torch.get_num_threads) as observed:
-        observed.train()
-    assert torch.get_num_threads() == 4
-
-
-@pytest.mark.usefixtures("four_threads")
-def test_F_leaves_the_count_of_new_threads_alone() -> None:
-    with Observed(torch.get_num_threads) as observed:
-        observed.train()
-    assert on_new_thread(torch.get_num_threads) == 4
-
-
-@pytest.mark.usefixtures("four_threads")
-def test_R_leaves_the_count_of_its_thread_alone() -> None:
-    with Observed(torch.get_num_threads) as observed:
-        loss = observed.pipe(torch.ones(2, 1)).sum()
-        torch.set_num_threads(3)
-        loss.backward()
-    assert torch.get_num_threads() == 3
-
-
-@pytest.mark.usefixtures("four_threads")
-def test_R_leaves_the_count_of_new_threads_alone() -> None:
-    with Observed(torch.get_num_threads) as observed:
-        loss = observed.pipe(torch.ones(2, 1)).sum()
-
-        def backward() -> None:
-            torch.get_num_threads()  # or what is set would be forgotten at the first operation
-            torch.set_num_threads(3)
-            on_new_thread(lambda: torch.set_num_threads(5))  # for threads to come
-            loss.backward()
-
-        on_new_thread(backward)
-    assert on_new_thread(torch.get_num_threads) == 5
 
 
 # Streams

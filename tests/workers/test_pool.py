@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import sys
@@ -16,42 +15,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipert import Pipe, PipeClosedError, WorkerDiedError
+from pipert import Pipe, PipeClosedError
 from pipert.workers import pool as pool_module
 from pipert.workers.pool import Pool
 from pipert.workers.worker import WorkerThread
 from tests.settling import settle
+from tests.workers.jobs import Job
 
 WAIT = 5.0  # s; what should happen at once is given up after it
 
 CPU = torch.device("cpu")
 
 ROWS = torch.arange(4.0).reshape(4, 1)
-
-
-class Job:
-    """A task that notes its outcomes."""
-
-    what = "a job"
-
-    def __init__(self, body: Callable[[], object] = lambda: None) -> None:
-        self.body = body
-        self.outcomes: list[object] = []
-        self.settled = threading.Event()
-
-    def receive(self) -> tuple[()]:
-        return ()
-
-    def execute(self, received: object) -> None:
-        self.body()
-
-    def send(self, result: object) -> None:
-        self.outcomes.append("run")
-        self.settled.set()
-
-    def abandon(self, error: BaseException) -> None:
-        self.outcomes.append(type(error))
-        self.settled.set()
 
 
 class Double(nn.Module):
@@ -135,13 +110,6 @@ def test_the_first_run_starts_a_thread_for_each_partition_and_one_for_the_clock(
         assert len(workers() - before) == 3
 
 
-def test_each_partition_runs_on_a_thread_of_its_own() -> None:
-    first, second = Double(), Double()
-    with two(first, second) as pipe:
-        pipe(ROWS)
-        assert len({*first.threads, *second.threads, threading.current_thread()}) == 3
-
-
 def test_a_second_run_runs_on_the_threads_of_the_first() -> None:
     first, second = Double(), Double()
     with two(first, second) as pipe:
@@ -149,15 +117,6 @@ def test_a_second_run_runs_on_the_threads_of_the_first() -> None:
         pipe(ROWS)
         assert [len(set(layer.threads)) for layer in (first, second)] == [1, 1]
         assert threading.current_thread() not in first.threads + second.threads
-
-
-def test_later_runs_start_no_threads() -> None:
-    with two(Double(), Double()) as pipe:
-        pipe(ROWS)
-        after_first = workers()
-        for _ in range(3):
-            pipe(ROWS)
-        assert workers() == after_first
 
 
 def test_simultaneous_first_callers_start_the_threads_once() -> None:
@@ -182,25 +141,6 @@ def test_only_a_dead_thread_is_replaced() -> None:
     assert (new[0] is old[0], new[1] is old[1]) == (False, True)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_task_for_a_worker_that_was_ended_from_outside_is_abandoned_for_that_reason() -> None:
-    pool = Pool(["pipert-test-0"], [CPU])
-    pool.start()
-    thread = pool._threads[0]
-
-    def die() -> None:
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(
-            ctypes.c_ulong(threading.get_ident()), ctypes.py_object(SystemExit)
-        )
-
-    pool.put(0, Job(die))
-    thread.join(WAIT)
-    job = Job()
-    pool.put(0, job)
-    pool.close()
-    assert job.outcomes == [WorkerDiedError]
-
-
 # P2
 
 
@@ -210,47 +150,6 @@ def test_close_joins_the_threads() -> None:
     pipe(ROWS)
     pipe.close()
     assert workers() == before
-
-
-def test_close_may_be_called_again() -> None:
-    pipe = two(Double(), Double())
-    pipe(ROWS)
-    pipe.close()
-    pipe.close()
-    assert repr(pipe._runtime.pool) == "<Pool of 3, 0 running, closed>"
-
-
-def test_a_pipe_that_has_not_run_may_be_closed() -> None:
-    pipe = two(Double(), Double())
-    pipe.close()
-    with pytest.raises(PipeClosedError):
-        pipe(ROWS)
-
-
-def test_a_closed_pipe_refuses_calls() -> None:
-    pipe = two(Double(), Double())
-    pipe(ROWS)
-    pipe.close()
-    with pytest.raises(PipeClosedError, match="make a new Pipe"):
-        pipe(ROWS)
-
-
-def test_the_layers_of_a_closed_pipe_are_usable() -> None:
-    module = nn.Sequential(Double(), Double())
-    with Pipe(module, [1, 1], devices=["cpu", "cpu"]) as pipe:
-        pipe(ROWS)
-    assert torch.equal(module(ROWS), ROWS * 4)
-
-
-def test_several_threads_may_close_at_once() -> None:
-    before = workers()
-    pipe = two(Double(), Double())
-    pipe(ROWS)
-    together = threading.Barrier(4)
-    closers = [started(lambda: (together.wait(WAIT), pipe.close())) for _ in range(4)]
-    for thread, _ in closers:
-        thread.join(WAIT)
-    assert ([len(outcome) for _, outcome in closers], workers()) == ([1] * 4, before)
 
 
 def test_each_of_several_closers_has_joined_when_it_returns() -> None:
@@ -272,18 +171,6 @@ def test_each_of_several_closers_has_joined_when_it_returns() -> None:
     assert [outcome for _, outcome in closers] == [[set()]] * 3
 
 
-def test_closing_from_another_thread_ends_a_running_call() -> None:
-    gate = Gate()
-    pipe = two(Double(gate), Double(), chunks=4)
-    caller, outcome = started(lambda: pipe(ROWS))
-    gate.reached.wait(WAIT)
-    pipe._runtime.pool.stop()
-    gate.open.set()
-    caller.join(WAIT)
-    pipe.close()
-    assert [type(result) for result in outcome] == [PipeClosedError]
-
-
 def test_closing_from_another_thread_waits_for_the_layer_that_is_executing() -> None:
     gate = Gate()
     finished: list[bool] = []
@@ -295,19 +182,6 @@ def test_closing_from_another_thread_waits_for_the_layer_that_is_executing() -> 
     closer.join(WAIT)
     caller.join(WAIT)
     assert seen[0] == (None, [True])
-
-
-def test_closing_ends_the_calls_of_all_callers() -> None:
-    gate = Gate()
-    pipe = two(Double(gate), Double(), chunks=4)
-    callers = [started(lambda: pipe(ROWS)) for _ in range(3)]
-    gate.reached.wait(WAIT)
-    pipe._runtime.pool.stop()
-    gate.open.set()
-    for caller, _ in callers:
-        caller.join(WAIT)
-    pipe.close()
-    assert [type(result) for _, outcome in callers for result in outcome] == [PipeClosedError] * 3
 
 
 def test_a_layer_may_close_its_pipe() -> None:
@@ -334,28 +208,6 @@ def test_a_recomputed_layer_may_close_its_pipe() -> None:
     holder.clear()
     assert threading.current_thread() in first.threads
     assert x.grad is not None and torch.equal(x.grad, torch.full((4, 1), 16.0))
-
-
-def test_a_layer_may_close_another_pipe() -> None:
-    before = workers()
-    other = two(Double(), Double())
-    other(ROWS)
-    with two(Double(other.close), Double()) as pipe:
-        caller, outcome = started(lambda: pipe(ROWS))
-        caller.join(WAIT)
-        assert isinstance(outcome[0], Tensor)
-    assert workers() == before
-
-
-def test_a_call_after_close_by_a_layer_is_refused() -> None:
-    holder: list[Pipe] = []
-    pipe = two(Double(lambda: holder[0].close()), Double(), chunks=1)
-    holder.append(pipe)
-    caller, _ = started(lambda: pipe(ROWS))
-    caller.join(WAIT)
-    holder.clear()
-    with pytest.raises(PipeClosedError):
-        pipe(ROWS)
 
 
 @pytest.mark.parametrize("at", [0, 1])
@@ -419,15 +271,6 @@ def test_dropping_the_last_reference_does_not_join(no_gc: None) -> None:
     assert (alive, thread.is_alive()) == (True, False)
 
 
-def test_dropping_the_last_reference_while_an_output_is_kept_ends_the_threads(no_gc: None) -> None:
-    before = workers()
-    pipe = two(Square(), Double())
-    out = pipe(ROWS.clone().requires_grad_())
-    new = workers() - before
-    del pipe
-    assert (out.shape, len(new), end(new)) == ((4, 1), 3, set())
-
-
 def test_the_backward_works_after_the_last_reference_was_dropped(no_gc: None) -> None:
     first = Square()
     pipe = two(first, Double())
@@ -438,21 +281,6 @@ def test_the_backward_works_after_the_last_reference_was_dropped(no_gc: None) ->
     out.sum().backward()
     assert threading.current_thread() in first.threads
     assert x.grad is not None and torch.equal(x.grad, torch.full((4, 1), 16.0))
-
-
-def test_dropping_the_last_reference_after_an_error_ends_the_threads(no_gc: None) -> None:
-    def fail() -> None:
-        raise ValueError("from a layer")
-
-    before = workers()
-    pipe = two(Double(fail), Double())
-    try:
-        pipe(ROWS)
-    except ValueError:
-        pass
-    new = workers() - before
-    del pipe
-    assert (len(new), end(new)) == (3, set())
 
 
 def test_the_last_reference_may_be_dropped_by_a_layer(no_gc: None) -> None:
@@ -475,13 +303,6 @@ def test_threads_are_named_after_their_devices() -> None:
         pipe(ROWS)
         names = [layer.threads[0].name for layer in (first, second)]
         assert names == ["pipert-cpu-0", "pipert-cpu-1"]
-
-
-def test_the_clock_has_a_name_of_its_own() -> None:
-    before = workers()
-    with two(Double(), Double()) as pipe:
-        pipe(ROWS)
-        assert "pipert-clock" in {thread.name for thread in workers() - before}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import threading
 
-import pytest
-
 from pipert.workers.stack import stack_of
 
 
@@ -34,32 +32,3 @@ def test_a_thread_that_has_ended_or_not_begun_is_nowhere() -> None:
     thread.start()
     thread.join()
     assert stack_of(thread) == []
-
-
-def test_the_current_thread_is_in_the_function_that_asks() -> None:
-    names = [call.name for call in stack_of(threading.current_thread())]
-    assert "stack_of" in names
-    assert names.index("test_the_current_thread_is_in_the_function_that_asks") < names.index(
-        "stack_of"
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("times", [200, pytest.param(1000, marks=pytest.mark.sweep)])
-def test_a_thread_that_runs_meanwhile_does_no_harm(times: int) -> None:
-    done = threading.Event()
-
-    def deep(depth: int) -> None:
-        if depth:
-            deep(depth - 1)
-
-    def work() -> None:
-        while not done.is_set():
-            deep(20)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    for _ in range(times):
-        stack_of(thread)
-    done.set()
-    thread.join()

@@ -7,7 +7,6 @@ Exceptions are thrown into workers from outside with ``PyThreadState_SetAsyncExc
 from __future__ import annotations
 
 import ctypes
-import gc
 import sys
 import threading
 import time
@@ -22,11 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from pipert import Pipe, PipeClosedError, WorkerDiedError
-from pipert.queues.closable import QueueClosed
 from pipert.workers.activity import Activity
 from pipert.workers.pool import Pool
 from pipert.workers.worker import WorkerThread
 from tests.activations import until
+from tests.workers.jobs import Job
 
 WAIT = 5.0  # s; what should happen at once is given up after it
 
@@ -36,31 +35,6 @@ kills = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptio
 """The test ends a thread by an exception."""
 
 
-class Job:
-    """A task that notes its outcomes."""
-
-    what = "a job"
-
-    def __init__(self, body: Callable[[], object] = lambda: None) -> None:
-        self.body = body
-        self.outcomes: list[object] = []
-        self.settled = threading.Event()
-
-    def receive(self) -> tuple[()]:
-        return ()
-
-    def execute(self, received: object) -> None:
-        self.body()
-
-    def send(self, result: object) -> None:
-        self.outcomes.append("run")
-        self.settled.set()
-
-    def abandon(self, error: BaseException) -> None:
-        self.outcomes.append(type(error))
-        self.settled.set()
-
-
 @pytest.fixture
 def worker() -> Iterator[WorkerThread]:
     thread = WorkerThread("pipert-test", CPU, Activity())
@@ -68,13 +42,6 @@ def worker() -> Iterator[WorkerThread]:
     yield thread
     thread.stop()
     thread.join(WAIT)
-
-
-@pytest.fixture
-def no_gc() -> Iterator[None]:
-    gc.disable()
-    yield
-    gc.enable()
 
 
 def throw(thread: threading.Thread, kind: type[BaseException]) -> None:
@@ -144,23 +111,6 @@ ROWS = torch.arange(4.0).reshape(4, 1)
 # W1, of a worker alone
 
 
-def test_a_task_runs_on_the_worker(worker: WorkerThread) -> None:
-    idents: list[int] = []
-    job = Job(lambda: idents.append(threading.get_ident()))
-    worker.in_queue.put(job)
-    job.settled.wait(WAIT)
-    assert idents == [worker.ident]
-
-
-def test_tasks_run_in_the_order_in_which_they_were_put(worker: WorkerThread) -> None:
-    order: list[int] = []
-    jobs = [Job(lambda k=k: order.append(k)) for k in range(5)]  # type: ignore[misc]
-    for job in jobs:
-        worker.in_queue.put(job)
-    jobs[-1].settled.wait(WAIT)
-    assert order == [0, 1, 2, 3, 4]
-
-
 def test_stop_lets_the_current_task_finish(worker: WorkerThread) -> None:
     running, go_on = threading.Event(), threading.Event()
     job = Job(lambda: (running.set(), go_on.wait(WAIT)))
@@ -183,36 +133,6 @@ def test_stop_abandons_the_tasks_that_wait(worker: WorkerThread) -> None:
     go_on.set()
     worker.join(WAIT)
     assert [job.outcomes for job in jobs] == [[PipeClosedError], [PipeClosedError]]
-
-
-def test_stop_does_not_wait_for_the_current_task(worker: WorkerThread) -> None:
-    running, go_on = threading.Event(), threading.Event()
-    job = Job(lambda: (running.set(), go_on.wait(WAIT)))
-    worker.in_queue.put(job)
-    running.wait(WAIT)
-    worker.stop()
-    outcomes = list(job.outcomes)
-    go_on.set()
-    assert outcomes == []
-
-
-def test_a_stopped_worker_ends(worker: WorkerThread) -> None:
-    worker.stop()
-    worker.join(WAIT)
-    assert not worker.is_alive()
-
-
-def test_a_stopped_worker_refuses_tasks(worker: WorkerThread) -> None:
-    worker.stop()
-    with pytest.raises(QueueClosed):
-        worker.in_queue.put(Job())
-
-
-def test_a_worker_may_be_stopped_by_its_own_task(worker: WorkerThread) -> None:
-    job = Job(worker.stop)
-    worker.in_queue.put(job)
-    worker.join(WAIT)
-    assert (job.outcomes, worker.is_alive()) == (["run"], False)
 
 
 @pytest.mark.slow
@@ -241,14 +161,6 @@ def test_workers_end_one_after_another_with_what_their_threads_hold() -> None:
 
 
 @kills
-def test_an_exception_from_outside_abandons_the_task_at_hand(worker: WorkerThread) -> None:
-    job = Job(lambda: (throw(worker, SystemExit), [None for _ in range(100)]))
-    worker.in_queue.put(job)
-    worker.join(WAIT)
-    assert job.outcomes == [WorkerDiedError]
-
-
-@kills
 def test_an_exception_from_outside_abandons_the_tasks_that_wait(worker: WorkerThread) -> None:
     running, go_on = threading.Event(), threading.Event()
     worker.in_queue.put(Job(lambda: (running.set(), go_on.wait(WAIT))))
@@ -272,14 +184,6 @@ def test_an_exception_from_outside_abandons_the_task_that_wakes_the_worker(
     worker.in_queue.put(job)
     worker.join(WAIT)
     assert job.outcomes == [WorkerDiedError]
-
-
-@kills
-def test_a_worker_that_was_ended_from_outside_refuses_tasks(worker: WorkerThread) -> None:
-    worker.in_queue.put(Job(lambda: throw(worker, SystemExit)))
-    worker.join(WAIT)
-    with pytest.raises(QueueClosed):
-        worker.in_queue.put(Job())
 
 
 @kills
@@ -319,27 +223,6 @@ def test_pitfall_9_whatever_a_layer_raises_comes_back_to_the_caller(
         assert type(outcome) is kind
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("partition", [0, 1])
-def test_whatever_a_layer_raised_the_next_call_works(
-    kind: type[BaseException], partition: int
-) -> None:
-    first, second = Double(), raiser(kind, lambda x: bool(x.min() >= 2))
-    with two(second, first) if partition == 0 else two(first, second) as pipe:
-        call(lambda: pipe(ROWS))
-        assert torch.equal(pipe(ROWS[:1]), ROWS[:1] * 4)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_whatever_a_layer_raises_its_worker_goes_on(kind: type[BaseException]) -> None:
-    idents: set[int] = set()
-    layer = raiser(kind, lambda x: idents.add(threading.get_ident()) or bool(x.min() >= 2))
-    with two(layer, Double(), chunks=1) as pipe:
-        call(lambda: pipe(ROWS[2:]))
-        pipe(ROWS[:1])
-        assert len(idents) == 1 and threading.get_ident() not in idents
-
-
 WORKERS = pytest.mark.parametrize("worker", [0, 1, 2], ids=["first", "last", "clock"])
 
 
@@ -369,20 +252,6 @@ def test_the_call_after_the_end_of_a_worker_works(worker: int) -> None:
     outcome = call(lambda: pipe(ROWS))
     assert isinstance(outcome, Tensor) and torch.equal(outcome, ROWS * 4)
     pipe.close()
-
-
-@kills
-def test_the_call_after_the_end_of_a_worker_runs_on_a_new_thread() -> None:
-    threads: list[threading.Thread] = []
-    with two(Double(lambda x: threads.append(threading.current_thread())), Double(), 1) as pipe:
-        pipe(ROWS)
-        old = threads[0]
-        until_blocked(old)
-        throw(old, SystemExit)
-        pipe._runtime.pool._threads[0].in_queue.put(Job())  # wakes it up
-        old.join(WAIT)
-        pipe(ROWS)
-        assert threads[1] is not old
 
 
 @kills
@@ -435,24 +304,6 @@ def test_idle_workers_reference_no_value_of_their_last_task(no_gc: None, checkpo
         assert len(references) == 8
 
 
-def test_idle_workers_reference_no_value_of_a_task_that_failed(no_gc: None) -> None:
-    references: list[weakref.ref[Any]] = []
-
-    class Noting(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            y = x * 2
-            references.extend([weakref.ref(x), weakref.ref(y)])
-            return y
-
-    with two(Noting(), raiser(ValueError, lambda x: True)) as pipe:
-        try:
-            pipe(ROWS.clone().requires_grad_())
-        except ValueError:
-            pass
-        assert until(lambda: all(reference() is None for reference in references))
-        assert len(references) >= 2
-
-
 # W3
 
 
@@ -474,11 +325,3 @@ def test_a_worker_does_not_reference_its_pipe(no_gc: None) -> None:
     reference = weakref.ref(pipe)
     del pipe
     assert reference() is None
-
-
-def test_a_worker_does_not_reference_the_layers_it_ran(no_gc: None) -> None:
-    pipe = two(Double(), Double())
-    pipe(ROWS)
-    reference = weakref.ref(pipe[0])
-    del pipe
-    assert until(lambda: reference() is None)

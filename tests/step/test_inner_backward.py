@@ -1,0 +1,154 @@
+"""Tests steps through functions that call backward in their backward, as reversible layers do."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pipert
+from pipert import Pipe
+from tests.contract.ways import batch, grads_of, same
+
+mse = nn.functional.mse_loss
+
+
+class Rerun(torch.autograd.Function):
+    """Computes ``x + f(x)`` without a graph, and again with one in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, f: nn.Module) -> Tensor:
+        ctx.f = f
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return x + f(x)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            torch.autograd.backward(x + ctx.f(x), dy)
+        return x.grad, None
+
+
+class Reversible(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.f = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Rerun.apply(x, self.f)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 3), Reversible(), Reversible()).double()
+
+
+Make = Callable[[nn.Sequential], Any]
+
+
+@pytest.fixture(params=["layers", "any model"])
+def make(request: pytest.FixtureRequest) -> Make:
+    if request.param == "layers":
+        return lambda module: Pipe(module, [1, 2], devices=["cpu"] * 2, chunks=4)
+    return lambda module: pipert.pipeline(module, cuts=["1"], devices=["cpu"] * 2, chunks=4)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_gradients_are_the_plain_module_s(make: Make, schedule: str) -> None:
+    module, x, target = layers(), batch(8).double(), batch(8).double() + 1
+    plain = copy.deepcopy(module)
+    with make(module) as pipe:
+        for _ in range(2):  # the second step adds to what the first has left
+            torch.autograd.backward(mse(plain(x), target))
+            pipe.forward_backward(x, target=target, loss_fn=mse, schedule=schedule)
+            same(grads_of(module), grads_of(plain))
+
+
+def test_a_step_that_fails_adds_nothing(make: Make) -> None:
+    module, x = layers(), batch(8).double()
+    losses = list[Tensor]()
+
+    def fail_at_the_end(y: Tensor, target: Tensor) -> Tensor:
+        losses.append(y)
+        if len(losses) % 4 == 0:
+            raise ValueError("bad row")
+        return mse(y, target)
+
+    with make(module) as pipe:
+        with pytest.raises(ValueError, match="bad row"):
+            pipe.forward_backward(x, target=x, loss_fn=fail_at_the_end)
+        assert all(p.grad is None for p in module.parameters())
+        pipe.forward_backward(x, target=x, loss_fn=mse)
+        before = [(p, p.grad, p.grad.clone()) for p in module.parameters() if p.grad is not None]
+        assert len(before) == 6
+        with pytest.raises(ValueError, match="bad row"):
+            pipe.forward_backward(x, target=x, loss_fn=fail_at_the_end)
+        for parameter, gradient, value in before:
+            assert parameter.grad is gradient
+            same(gradient, value)
+
+
+@pytest.mark.parametrize("method", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_that_would_see_a_part_is_refused(make: Make, method: str) -> None:
+    module, x = layers(), batch(8).double()
+    getattr(list(module.parameters())[2], method)(lambda _: None)  # of the first reversible layer
+    with make(module) as pipe:
+        with pytest.raises(RuntimeError, match="custom autograd function calls backward"):
+            pipe.forward_backward(x, target=x, loss_fn=mse)
+        assert all(p.grad is None for p in module.parameters())
+
+
+class Meeting(torch.autograd.Function):
+    """Lets another thread go backward while this function's backward runs."""
+
+    begun, done = threading.Event(), threading.Event()
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        Meeting.begun.set()
+        assert Meeting.done.wait(10)
+        return dy
+
+
+class Meet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3).double())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Meeting.apply(x * self.weight)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def test_what_another_thread_adds_meanwhile_is_not_taken() -> None:
+    layer, x = Meet(), batch(4).double()
+    module, plain = nn.Sequential(layer), nn.Sequential(copy.deepcopy(layer))
+
+    def go_backward() -> None:
+        assert Meeting.begun.wait(10)
+        torch.autograd.backward(layer.weight.sum())  # adds one to the gradient of each element
+        seen.append(layer.weight.grad)
+        Meeting.done.set()
+
+    seen = list[Any]()
+    thread = threading.Thread(target=go_backward)
+    Meeting.begun.clear()
+    Meeting.done.clear()
+    with Pipe(module, [1], devices=["cpu"]) as pipe:
+        thread.start()
+        pipe.forward_backward(x, target=x, loss_fn=mse)
+        thread.join()
+    assert seen[0] is not None
+    torch.autograd.backward(mse(plain(x), x))
+    torch.autograd.backward([p.sum() for p in plain.parameters()])
+    same(grads_of(module), grads_of(plain))
