@@ -230,9 +230,6 @@ transforms: Get = _needed("torch._C:_functorch.get_interpreter_stack")
 kinds_of_transforms: Any = _needed("torch._C:_functorch.TransformType")
 is_wrapped: Callable[[Tensor], bool] = _needed("torch._C:_functorch.is_functorch_wrapped_tensor")
 """Whether a transform tracks a tensor."""
-outside_of_transforms: Get = _needed(
-    "torch._functorch.pyfunctorch:temporarily_clear_interpreter_stack"
-)
 
 _needed("_current_level", forward_ad)
 

@@ -8,7 +8,6 @@ recomputation gets copies of them from before the call.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -42,50 +41,6 @@ class ArgumentObjects:
                     "again when it is recomputed; avoid that (models of transformers take "
                     "use_cache=False), or use checkpoint='never'"
                 )
-
-
-@contextmanager
-def handed_back(given: Iterable[Any], copies: Iterable[Any]) -> Iterator[None]:
-    """Call a layer in the block with copies of its arguments, which has the caller's own change.
-
-    Args:
-        given: the caller's arguments.
-        copies: the same with other tensors, in lists and dicts of their own.
-
-    Raises:
-        RuntimeError: the layer has changed another object.
-    """
-    objects = ArgumentObjects(copies)
-    before = [(own, copy, _items(copy)) for own, copy in _pairs(given, copies)]
-    yield
-    objects.refuse_changes()
-    owns = {id(copy): own for own, copy, _ in before}
-    for own, copy, items in before:
-        now = _items(copy)
-        if now.keys() == items.keys() and all(now[key] is items[key] for key in now):
-            continue
-        changed = {key: owns.get(id(item), item) for key, item in now.items()}
-        if type(own) is list:
-            own[:] = changed.values()
-        else:
-            for key in own.keys() - changed.keys():
-                del own[key]
-            own.update(changed)
-
-
-def _pairs(given: Iterable[Any], copies: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
-    """Yield each tensor, list, dict and tuple among the arguments, with its copy."""
-    for own, copy in zip(given, copies, strict=True):
-        if isinstance(own, Tensor) or type(own) in (list, dict, tuple):
-            yield own, copy
-        if type(own) in (list, dict, tuple):
-            yield from _pairs(_items(own).values(), _items(copy).values())
-
-
-def _items(value: Any) -> dict[Any, Any]:
-    if type(value) is dict:
-        return dict(value)
-    return dict(enumerate(value)) if type(value) is list or type(value) is tuple else {}
 
 
 def _are_alike(before: list[tuple[Tensor, int]], after: list[tuple[Tensor, int]]) -> bool:

@@ -1,19 +1,21 @@
 """Boundary tensors, which stand for those of earlier partitions, and changes of them in place.
 
 Where a tensor ``x`` of an earlier partition is used, it is replaced by its *boundary tensor* ``s``,
-which has its values and another graph. The model still holds ``x``, whose graph does not know what
-is done to ``s``::
+which has its values, another device or another graph. The model still holds ``x``, which does not
+know what is done to ``s``::
 
-    x[:, 4:] = y      in partition 1: s is changed, and with it the values of x, but not its graph
+    x[:, 4:] = y      in partition 1: s is changed, but not the graph of x
     z = f(x)          in partition 2
 
 1. In the partition that has changed it, ``x`` is still replaced by ``s``.
-2. In a later partition ``x`` is replaced by a boundary tensor for ``s``, as the change has left it.
-3. The graph of *another* tensor that shares the memory, such as a view, knows nothing of ``s``: if
-   it is used after the change, it is refused. Without a pipe, autograd would track the change,
-   because it is made to ``x`` itself.
+2. In a later partition ``s`` takes the place of ``x``, as the change has left it.
+3. In a step the graph of *another* tensor that shares the memory, such as a view, knows nothing of
+   ``s``: if it is used after the change, it is refused. Without a pipe, autograd would track the
+   change, because it is made to ``x`` itself.
 4. If that tensor was brought into the partition before the change, the change is refused: a layer
    may hold both.
+5. A hook that a layer registers on ``s`` would see a part of the gradient, and is refused. In the
+   model's own code hooks are registered on ``x``.
 """
 
 from __future__ import annotations
@@ -23,103 +25,122 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from pipert._torch import node_count, sequence_nr
-from pipert.batch.tensors import describe
+from pipert.batch.tensors import describe, version
 from pipert.stage.shared_memory import overlap
 
 __all__: list[str] = []
 
-Key = tuple[Node, int]
-"""A tensor's place in the graph."""
 
-
-class _BoundaryTensor:
+class _Boundary:
     """A boundary tensor, with its version and node when it was made and when it was last used."""
 
     __slots__ = (
-        "first_node", "first_version", "last_node", "last_version", "memory", "since", "tensor",
+        "first_node", "first_version", "last_node", "last_version", "original", "since", "tensor",
+        "version",
     )  # fmt: skip
 
     def __init__(self, original: Tensor, tensor: Tensor) -> None:
-        self.tensor = tensor
-        self.memory = _memory(original)
-        self.first_version = self.last_version = tensor._version
+        self.original, self.tensor = original, tensor
+        self.version = version(original)
+        self.first_version = self.last_version = version(tensor)
         self.first_node = self.last_node = tensor.grad_fn
         self.since = node_count()
 
     def has_changed(self) -> bool:
-        return self.tensor._version != self.first_version
+        return version(self.tensor) != self.first_version
 
 
 class BoundaryTensors:
-    """The boundary tensors of one micro-batch."""
+    """The boundary tensors of one micro-batch.
 
-    def __init__(self) -> None:
-        self._current: dict[Key, _BoundaryTensor] = {}  # the current partition's
-        self._changed: dict[Key, _BoundaryTensor] = {}  # those that earlier partitions have changed
+    Args:
+        cuts: whether the graph is cut between partitions, as in a step.
+    """
+
+    def __init__(self, cuts: bool) -> None:
+        self._cuts = cuts
+        self._current: dict[int, _Boundary] = {}  # the partition's, by the id of the original
+        self._changed: dict[int, _Boundary] = {}  # those that earlier partitions have changed
         self._changes: dict[int, int] = {}  # first node of the partition that changed each memory
 
-    def find(self, key: Key) -> Tensor | None:
-        """Return the boundary tensor that a tensor already has in this partition (rule 1)."""
-        found = self._current.get(key)
+    def as_left(self, tensor: Tensor) -> Tensor:
+        """Return what takes the place of ``tensor`` since an earlier partition (rule 2)."""
+        while (changed := self._changed.get(id(tensor))) is not None:
+            tensor = changed.tensor
+        return tensor
+
+    def find(self, tensor: Tensor) -> Tensor | None:
+        """Return the boundary tensor that ``tensor`` already has in this partition (rule 1)."""
+        found = self._current.get(id(tensor))
         if found is None:
             return None
-        tensor = found.tensor
-        if tensor._version != found.last_version:
-            if tensor.grad_fn is found.last_node:
+        entered = found.tensor
+        if not self._cuts:
+            return entered if found.version == version(tensor) else None
+        if version(entered) != found.last_version:
+            if entered.grad_fn is found.last_node is not None:
                 raise _another_name()
-            found.last_node, found.last_version = tensor.grad_fn, tensor._version
-        return tensor
+            found.last_node, found.last_version = entered.grad_fn, version(entered)
+        return entered
 
-    def changed(self, key: Key) -> Tensor | None:
-        """Return the boundary tensor that an earlier partition has changed, if any (rule 2)."""
-        found = self._changed.get(key)
-        return None if found is None else found.tensor
+    def with_whole_gradient(self, tensor: Tensor) -> Tensor:
+        """Return the tensor whose gradient is the sum over all partitions (rule 5)."""
+        tensor = self.as_left(tensor)
+        found = self._current.get(id(tensor))
+        return tensor if found is None or not found.has_changed() else found.tensor
 
-    def latest(self, tensor: Tensor) -> Tensor:
-        """Return the boundary tensor with the tensor's latest change, or the tensor itself."""
-        while (node := tensor.grad_fn) is not None:
-            key = node, tensor.output_nr
-            found = self._current.get(key) or self._changed.get(key)
-            if found is None or not found.has_changed():
-                break
-            tensor = found.tensor
-        return tensor
+    def add(self, tensor: Tensor, entered: Tensor) -> None:
+        """Replace ``tensor`` by ``entered`` from now on."""
+        self._current[id(tensor)] = _Boundary(tensor, entered)
 
-    def refuse_unseen(self, key: Key, user: Node) -> None:
-        """Refuse a node that used a tensor unseen when it had a boundary tensor that was changed.
+    def refuse_stale(self, tensor: Tensor) -> None:
+        """Refuse an earlier tensor whose memory was changed under another name (rule 3)."""
+        if not (self._current or self._changes):
+            return
+        memory = _memory(tensor)
+        if sequence_nr(tensor.grad_fn) < self._changes.get(memory, 0) or any(
+            one.has_changed() and _memory(one.original) == memory for one in self._current.values()
+        ):
+            raise _another_name()
+
+    def refuse_old_base(self, view: Tensor, earlier: range) -> None:
+        """Refuse a view whose base has a node with one of the ``earlier`` partitions' numbers.
+
+        The view was made in an earlier partition, and autograd has since rebuilt its graph, because
+        its memory was changed (rule 3).
+        """
+        base = view._base
+        node = None if base is None else base.grad_fn
+        if node is not None and sequence_nr(node) in earlier:
+            raise _another_name()
+
+    def refuse_unseen(self, place: tuple[Node, int], user: Node) -> None:
+        """Refuse a node that used the tensor at this place in the graph unseen, if it was changed.
 
         It is refused even if the change came after the use. The user was made by this thread, which
         alone holds the tensor, so its number can be compared.
         """
-        found = self._changed.get(key)
-        if found is not None and sequence_nr(user) > found.since:
-            raise RuntimeError(
-                "a tensor that one partition has made is changed in place in a later one, and used "
-                "in a custom autograd function or compiled code, where a step of a pipe does not "
-                "see it; change a clone"
-            )
-
-    def refuse_stale(self, tensor: Tensor, number: int) -> None:
-        """Refuse a tensor whose node has this number, if its memory was changed later (rule 3)."""
-        if not (self._current or self._changes):
-            return
-        memory = _memory(tensor)
-        if number < self._changes.get(memory, 0) or any(
-            one.memory == memory and one.has_changed() for one in self._current.values()
-        ):
-            raise _another_name()
-
-    def add(self, key: Key, tensor: Tensor, entered: Tensor) -> None:
-        """Replace ``tensor`` by ``entered`` from now on."""
-        self._current[key] = _BoundaryTensor(tensor, entered)
+        for one in self._changed.values():
+            made_by = one.original.grad_fn, one.original.output_nr
+            if made_by == place and sequence_nr(user) > one.since:
+                raise RuntimeError(
+                    "a tensor that one partition has made is changed in place in a later one, and "
+                    "used in a custom autograd function or compiled code, where a step of a pipe "
+                    "does not see it; change a clone"
+                )
 
     def end(self, start: int) -> None:
         """End the partition, whose nodes are numbered from ``start``."""
-        self._refuse_overlapping()
+        if self._cuts:
+            self._refuse_overlapping()
         for key, one in self._current.items():
+            is_tracked = one.tensor.grad_fn is not one.first_node
+            if one.tensor.requires_grad and not is_tracked:
+                if one.tensor._backward_hooks or one.tensor.retains_grad:
+                    raise RuntimeError(_HOOKED)
             if one.has_changed():
-                self._changes[one.memory] = start
-                if one.tensor.grad_fn is not one.first_node:
+                self._changes[_memory(one.original)] = start
+                if is_tracked or one.first_node is None or not self._cuts:
                     self._changed[key] = one
         self._current.clear()
 
@@ -139,18 +160,6 @@ class BoundaryTensors:
                     )
 
 
-def refuse_old_base(view: Tensor, numbers: range) -> None:
-    """Refuse a view whose base has a node with one of ``numbers``, those of earlier partitions.
-
-    The view was made in an earlier partition, and autograd has since rebuilt its graph, because its
-    memory was changed (rule 3).
-    """
-    base = view._base
-    node = None if base is None else base.grad_fn
-    if node is not None and sequence_nr(node) in numbers:
-        raise _another_name()
-
-
 def _memory(tensor: Tensor) -> int:
     if tensor.layout != torch.strided:
         return id(tensor)
@@ -164,3 +173,10 @@ def _another_name() -> RuntimeError:
         "another name, such as a view: a step of a pipe cannot follow that; change a clone, or "
         "make the view after the change"
     )
+
+
+_HOOKED = (
+    "a layer registers a hook on its argument, or retains its gradient, but the argument is a "
+    "tensor of an earlier partition, so that the layer would see a part of the gradient; do that "
+    "in the model's own code, or with a clone in the layer"
+)

@@ -23,8 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 from torch import Tensor
 
 from pipert._typing import Tensors, Value
-from pipert.any_model.argument_objects import ArgumentObjects, handed_back
-from pipert.any_model.hooks_on_arguments import begin_again
+from pipert.any_model.argument_objects import ArgumentObjects
 from pipert.any_model.map_tensors import in_same_object
 from pipert.autograd.checkpoint import Checkpoint
 from pipert.autograd.gate import proxy_of
@@ -90,13 +89,9 @@ class CheckpointedCalls:
 
         returned: list[Value] = []
 
-        def first_time(value: Value) -> Value:
+        def first_time(_: Value) -> Value:
             # With the caller's own lists and dicts, since the layer may add to them.
-            if call.has_callers_tensors:
-                returned.append(call.call_layer(given))
-            else:
-                with handed_back((args, kwargs), _arguments(value)):
-                    returned.append(call.call_layer(value))
+            returned.append(call.call_layer(given))
             return returned[0]
 
         with checkpointing():
@@ -198,14 +193,11 @@ class CheckpointedCall(Recomputation):
         self._autocast: Autocast = get_autocast()
         self._origins: list[tuple[CheckpointedCall, int] | None] = []
         """The call that made each argument, and the output's index; ``None`` for others."""
-        self._watched: list[tuple[Tensor, int]] = []  # the arguments, with their versions
-        self._retaining: list[tuple[int, Tensor]] = []  # arguments that retain their gradients
+        self._watched: list[tuple[Tensor, int, int]] = []  # with their versions and hooks
         self.outputs: Tensors | None = None
         """The outputs of the current repetition."""
         self.is_used = False
         """Whether a later call takes an output as an argument."""
-        self.has_callers_tensors = True
-        """Whether the layer gets the given tensors themselves, as none is a leaf to be cloned."""
 
     def call_layer(self, value: Value) -> Value:
         """Call the layer, with ``value`` as its arguments."""
@@ -214,12 +206,15 @@ class CheckpointedCall(Recomputation):
             return self._compute(*args, **kwargs)
 
     def refuse_changes(self) -> None:
-        """Refuse a layer that has changed an argument in place, and note which retain gradients."""
+        """Refuse a layer that has changed an argument in place, or put a hook on it."""
         watched, self._watched = self._watched, []
-        for k, number in enumerate(self._wanting):
-            if watched[number][0].retains_grad:
-                self._retaining.append((k, watched[number][0]))
-        for tensor, before in watched:
+        for tensor, before, hooks in watched:
+            if _hooks_of(tensor) != hooks:
+                raise RuntimeError(
+                    "a layer registers a hook on its argument, or retains its gradient, and would "
+                    "do so again when it is recomputed; do that with a clone in the layer, in the "
+                    "model's own code, or use checkpoint='never'"
+                )
             if version(tensor) != before:
                 raise RuntimeError(
                     f"a layer changes its argument in place ({describe(tensor)}), which cannot be "
@@ -246,9 +241,6 @@ class CheckpointedCall(Recomputation):
         is_same = get_autocast() == self._autocast
         return NOTHING if is_same else autocast((False, self._autocast[1]), False)
 
-    def fresh(self, begin: Callable[[Tensors], Tensors] | None = None) -> Value:
-        return super().fresh(partial(begin_again, begin, self._retaining))
-
     def connections(self, xs: Tensors) -> Tensors:
         origins = [self._origins[k] for k in self._wanting]
         return tuple(
@@ -258,7 +250,6 @@ class CheckpointedCall(Recomputation):
     def _keep(self, tensors: Tensors) -> list[Tensor]:
         earlier, self._earlier = self._earlier, {}
         self._tensors, self._versions = [], []
-        given = []
         for tensor in tensors:
             found = earlier.get(id(tensor))
             now = version(tensor)
@@ -269,11 +260,8 @@ class CheckpointedCall(Recomputation):
                 self._origins.append(None)
                 self._tensors.append(tensor.detach())
                 self._versions.append(now)
-            leaf = tensor.is_leaf and tensor.requires_grad
-            self.has_callers_tensors &= not leaf
-            given.append(tensor.clone() if leaf else tensor)
-            self._watched.append((tensor, now))
-        return given
+            self._watched.append((tensor, now, _hooks_of(tensor)))
+        return list(tensors)
 
     def _kept(self) -> list[Tensor]:
         stored = zip(self._tensors, self._versions, strict=True)
@@ -294,6 +282,10 @@ class CheckpointedCall(Recomputation):
 
     def __repr__(self) -> str:
         return f"<CheckpointedCall of {self._compute!r}>"
+
+
+def _hooks_of(tensor: Tensor) -> int:
+    return len(tensor._backward_hooks or ()) + tensor.retains_grad if tensor.requires_grad else 0
 
 
 def _arguments(value: Value) -> tuple[Any, dict[str, Any]]:

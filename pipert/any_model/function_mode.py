@@ -35,10 +35,11 @@ DEVICE_METADATA = frozenset(
 ) | {Tensor.get_device}
 """Those of them whose result depends on the device of the partition that uses the tensor."""
 
-GRADIENT_REQUESTS = frozenset({
-    Tensor.retain_grad, torch.autograd.grad, torch.autograd.backward, Tensor.backward,
-})  # fmt: skip
-"""Functions that request gradients. All but the first run a backward at once."""
+GRADIENT_REQUESTS = frozenset({torch.autograd.grad, torch.autograd.backward, Tensor.backward})
+"""Functions that run a backward at once."""
+
+HOOKS = frozenset({Tensor.register_hook, Tensor.retain_grad})
+"""Functions that ask for the gradient of a tensor, when there is one."""
 
 
 class Mode(Protocol):

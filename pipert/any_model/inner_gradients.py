@@ -1,51 +1,49 @@
-"""Refuses gradients that a model requests inside its ``forward`` and that a step cannot compute.
-
-In a step the graph is cut where partitions begin, so ``torch.autograd.grad`` and ``backward`` do
-not reach earlier partitions: torch would raise an error, return ``None`` (with ``allow_unused``),
-or return part of a sum. So a request that leads through an earlier partition is refused.
-"""
+"""Refuses gradients that a step cannot compute, as its graph is cut where partitions begin."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from pipert._torch import is_wrapped
 from pipert._typing import Tensors
+from pipert.any_model.microbatch_graph import MicroBatchGraph
+from pipert.autograd.leaves import leaves_behind
 
 __all__: list[str] = []
 
 
 def refuse_going_back(
-    outputs: Tensors,
-    inputs: Tensors | None,
-    bring: Callable[[Tensor], Tensor],
-    entrances: Mapping[Node, GradientEdge | None],
+    outputs: Tensors, inputs: Tensors, brought: Tensors, graph: MicroBatchGraph
 ) -> None:
-    """Refuse to differentiate from a model's own code into an earlier partition.
+    """Refuse ``torch.autograd.grad`` and ``backward`` that lead through an earlier partition.
+
+    At such a cut torch would raise an error, return ``None`` (with ``allow_unused``), or return
+    part of a sum. If no inputs are given, the node at the cut itself raises an error.
 
     Args:
         outputs: the tensors to differentiate.
-        inputs: the tensors to differentiate by; ``None`` for all leaves of the graph.
-        bring: returns the tensor that replaces a tensor in the current partition.
-        entrances: the first nodes of the graphs of partitions, each with the edge of the earlier
-            partition at which the graph was cut, or ``None`` for an input of the model.
+        inputs: the tensors to differentiate by.
+        brought: the boundary tensors that take their places, or themselves.
+        graph: the graph that is cut.
 
     Raises:
-        RuntimeError: an input is beyond such a cut; or ``inputs`` is ``None``, and the graph of the
-            outputs leads to such a node.
+        RuntimeError: an input is beyond a cut.
     """
-    wanted = set(_nodes(inputs or ()))
-    found = _reachable(_nodes(map(bring, outputs)), stop=_nodes(map(bring, inputs or ())))
-    if inputs is None and not found.isdisjoint(entrances):
-        raise RuntimeError(_GOES_BACK)
-    while ends := [edge.node for node in found if (edge := entrances.get(node)) is not None]:
+    entries = [entry for part in graph.partitions.values() for entry in part.entries]
+    cut = {edge.node: source.edge for edge, source in entries}
+    wanted = set(_nodes(inputs))
+    found = _reachable(_nodes(outputs), stop=_nodes(brought))
+    while ends := [edge.node for node in found if (edge := cut.get(node)) is not None]:
         found = _reachable(ends, stop=())
         if wanted & found:
-            raise RuntimeError(_GOES_BACK)
+            raise RuntimeError(
+                "torch.autograd.grad or backward in a model's own code goes back into an earlier "
+                "partition, or to the inputs of the model, which a step of a pipe can do only "
+                "after the loss is computed; call the pipe and loss.backward(), or cut elsewhere"
+            )
 
 
 def refuse_through(unseen: Iterable[GradientEdge], leaves: Iterable[Tensor]) -> None:
@@ -90,18 +88,4 @@ def _nodes(tensors: Iterable[Tensor]) -> list[Node]:
 
 def _reachable(roots: Iterable[Node], stop: Iterable[Node]) -> set[Node]:
     """Return the nodes that a backward from ``roots`` reaches, without going past ``stop``."""
-    left = [*roots]
-    seen: set[Any] = {*left, *stop, None}
-    while left:
-        for child, _ in left.pop().next_functions:
-            if child is not None and child not in seen:
-                seen.add(child)
-                left.append(child)
-    return seen - {*stop, None}
-
-
-_GOES_BACK = (
-    "torch.autograd.grad or backward in a model's own code goes back into an earlier partition, or "
-    "to the inputs of the model, which a step of a pipe can do only after the loss is computed; "
-    "call the pipe and loss.backward(), or cut elsewhere"
-)
+    return leaves_behind(roots, stop=stop).nodes - {*stop, None}

@@ -43,16 +43,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 
 from pipert._typing import Value
-from pipert.any_model.checkpointed_calls import CheckpointedCalls
-from pipert.any_model.forward_recording import ForwardRecording
+from pipert.any_model.around_layers import AroundLayers
 from pipert.any_model.hand_off import POLL, HandOff
-from pipert.any_model.intercept import Intercept
-from pipert.any_model.model_layers import ModelLayer, ModelLayers
+from pipert.any_model.model_run import ModelRun
 from pipert.batch.microbatch import Arguments
 from pipert.errors import PipeClosedError, PipertError, add_note
 from pipert.layers.intercepted import here
@@ -60,7 +58,6 @@ from pipert.queues.closable import Once
 from pipert.queues.latch import Latch
 from pipert.schedules.action import FORWARD, Action
 from pipert.stage.links import SENT
-from pipert.stage.run import Run
 from pipert.stage.stage import Stage
 from pipert.workers.worker import NOT_RUN, WorkerThread
 
@@ -71,62 +68,28 @@ class Unwound(BaseException):
     """Raised inside a ``forward`` whose run is over, to end it."""
 
 
-class Surroundings(Protocol):
-    """What is done around the parts of a ``forward``."""
-
-    run: Run
-    n: int
-    module: nn.Module
-    layers: ModelLayers
-
-    def pass_through(self, microbatch: MicroBatchForward, x: Value) -> Value:
-        """Run the model; return what the last stage sends."""
-
-    def begin(self, microbatch: MicroBatchForward) -> None:
-        """Begin the partition that has been handed off."""
-
-    def end(self, microbatch: MicroBatchForward) -> None:
-        """End the partition that is about to be handed back."""
-
-    def call(
-        self,
-        microbatch: MicroBatchForward,
-        layer: ModelLayer,
-        call: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
-    ) -> Any:
-        """Call a layer in the current partition."""
-
-
 class MicroBatchForward:
     """Micro-batch ``i`` on its way through the model: the ``Task`` of its thread."""
 
     def __init__(
-        self,
-        surroundings: Surroundings,
-        i: int,
-        x: Value,
-        release: Callable[[MicroBatchForward], None],
+        self, model_run: ModelRun, i: int, x: Value, release: Callable[[MicroBatchForward], None]
     ) -> None:
-        self.what = surroundings.run.number, None
+        self.what = model_run.run.number, None
         self.i = i
         self._pid = os.getpid()
         self.j = 0
         """The partition that it is in or waits for; *n* once ``forward`` has returned."""
         self.thread: WorkerThread | None = None
         self.was_broken_off = True
-        self._surroundings = surroundings
+        self._context = model_run.run.context
+        self._module = model_run.module
+        self._layers = model_run.layers
+        self._n = model_run.run.plan.n
         self._x = x
         self._release = release  # takes back the thread
-        self.intercept: Intercept | None = None
-        self.checkpointed: CheckpointedCalls | None = None
-        """Those of the current partition, if the micro-batch is checkpointed."""
-        self.recording: ForwardRecording | None = None
-        """Set if the run is recorded."""
-        self.called = 0  # layers, so far
+        self._around = AroundLayers(model_run, i)
         self._stage: Stage | None = None
-        self._hand_off = HandOff(surroundings.n)
+        self._hand_off = HandOff(self._n)
         self._ended = Latch(1)
         self._unsettled = Once((self.i,))
         self._is_in_layer = False
@@ -167,33 +130,32 @@ class MicroBatchForward:
 
     def execute(self, stage: Stage) -> Any:
         self._stage = stage
-        context = self._surroundings.run.context
         try:
-            with context.on_worker:
-                value = context.variables.copy().run(self._run)
+            with self._context.on_worker:
+                value = self._context.variables.copy().run(self._run, stage)
             self.was_broken_off = False
         except Unwound:  # received only by a worker that was just about to hand off
             self._fail(PipeClosedError("the pipe was closed during the call"))
         except BaseException as error:  # noqa: B036  raised again on the worker
             self._fail(error)
         else:
-            self._hand_off.hand_back(self._surroundings.n - 1, value)
-            self.j, self._stage = self._surroundings.n, None
+            self._hand_off.hand_back(self._n - 1, value)
+            self.j, self._stage = self._n, None
         return ()
 
     def _fail(self, error: BaseException) -> None:
-        # An error from outside may come between two hand-offs:
-        # both workers get it, and if one of them does not wait, its copy is dropped.
+        # An error from outside may come between two hand-offs: both workers get it, and if one of
+        # them does not wait, its copy is dropped.
         stage, self._stage = self._stage, None
         for j in {self.j} if stage is None else {self.j, stage.place.j}:
-            if j < self._surroundings.n:
+            if j < self._n:
                 self._hand_off.fail(j, error)
 
-    def _run(self) -> Value:
+    def _run(self, stage: Stage) -> Value:
         x, self._x = self._x, None
         here.interceptor = self
         try:
-            return self._surroundings.pass_through(self, x)
+            return self._around.run(stage, self._forward, x)
         except BaseException as error:
             if self._stage is not None:
                 self._stage.place.note(error, Action(FORWARD, self.i, self.j))
@@ -202,35 +164,30 @@ class MicroBatchForward:
             raise
         finally:
             here.interceptor = None
-            if self.recording is not None:
-                self.recording.end()
 
-    def forward(self, x: Value) -> Value:
+    def _forward(self, x: Value) -> Value:
         """Call the model, go on to the last partition, and return the output."""
-        module = self._surroundings.module
-        y = module(*x.args, **x.kwargs) if isinstance(x, Arguments) else module(x)
-        if self.j < self._surroundings.n - 1:
-            self._go_on_to(self._surroundings.n - 1)
+        y = self._module(*x.args, **x.kwargs) if isinstance(x, Arguments) else self._module(x)
+        if self.j < self._n - 1:
+            self._go_on_to(self._n - 1)
+        self._current_stage()
         return y
 
     def call(
         self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: dict[str, Any]
     ) -> Any:
         """Call a layer; if it is the cut of a later partition, go on to that first."""
-        surroundings = self._surroundings
-        layer = surroundings.layers.get(module)
+        layer = self._layers.get(module)
         if self._is_in_layer or layer is None:
             return call(*args, **kwargs)
         if layer.begins > self.j:
             self._go_on_to(layer.begins)
-        elif self._stage is None:
-            raise Unwound  # again: the model has caught the last one
+        self._current_stage()
         self._is_in_layer = True
         try:
-            return surroundings.call(self, layer, call, args, kwargs)
+            return self._around.call(layer, call, args, kwargs)
         except BaseException as error:
-            layers = self.stage.layers
-            add_note(error, partial(layers.note_of_call, self.i, layer.name, args, kwargs))
+            add_note(error, partial(self._around.note_of_call, layer, args, kwargs))
             raise
         finally:
             self._is_in_layer = False
@@ -239,8 +196,8 @@ class MicroBatchForward:
         """Hand back the current partition, and wait for partition ``j``."""
         if os.getpid() != self._pid:  # P5: no worker hands off there
             raise PipertError("a child that was forked in a forward cannot go on through the pipe")
-        stage = self.stage
-        self._surroundings.end(self)
+        stage = self._current_stage()
+        self._around.end()
         try:
             self.j = j
             if stage.run.notifier.is_observed:
@@ -253,11 +210,10 @@ class MicroBatchForward:
         except BaseException as error:  # from outside, and the model may catch it
             self._fail(error)
             raise
-        self._surroundings.begin(self)
+        self._around.begin(self._current_stage())
 
-    @property
-    def stage(self) -> Stage:
-        """The stage that has handed off the current partition."""
+    def _current_stage(self) -> Stage:
+        """Return the stage that has handed off; unwind, maybe again, if no other will."""
         if self._stage is None:
             raise Unwound
         return self._stage
@@ -272,7 +228,7 @@ class MicroBatchForward:
 
     def _settle(self) -> None:
         if self._unsettled.take() is not None:
-            self.intercept = self.checkpointed = self.recording = None
+            self._around.clear()
             self._release(self)
             self._ended.arrive()
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from pipert._typing import Value
 from pipert.any_model.microbatch_thread import MicroBatchThreads
-from pipert.any_model.model_actions import actions
+from pipert.any_model.model_actions import ModelActions
 from pipert.any_model.model_layers import ModelLayers
 from pipert.any_model.model_run import ModelRun
 from pipert.any_model.shared_state import SharedState
@@ -51,16 +51,19 @@ class AnyModel:
         self, run: Run, inputs: list[Value], step: Step | None, stats: DeferredStats | None
     ) -> list[Stage]:
         self._changes.refuse()
-        model_run = ModelRun(run, self.module, self.layers, self.threads, step, self._shared)
-        model_run.stats = None if stats is None else stats.partitions[0]
-        stages = assemble(run, self._model, inputs, step, None, actions(model_run))
+        several = run.plan.m > 1 and run.plan.n > 1
+        inspection = self._shared.begin_run() if several else None
+        whole = None if stats is None else stats.partitions[0]
+        model_run = ModelRun(run, self.module, self.layers, step, whole, inspection)
+        actions = ModelActions(model_run, self.threads)
+        stages = assemble(run, self._model, inputs, step, None, actions.table)
         for stage in stages:
             stage.borrowed = ()  # they are copied in the partition that uses them
             stage.ends.copies.come_in |= len(set(run.devices)) > 1
             if isinstance(stage.ends, CallBoundary):  # no tokens: turns fix the order
                 stage.ends.in_turn = stage.ends.forks_last = True
         model_run.draws = any(stage.layers.draws for stage in stages)
-        run.at_end = model_run.finish
+        run.at_end = actions.finish
         return stages
 
     def end(self) -> None:

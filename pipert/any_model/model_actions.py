@@ -8,21 +8,25 @@ later partitions have sent.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
 from functools import partial
 from typing import Any
 
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node
 
 from pipert._typing import Value
 from pipert.any_model.inner_gradients import refuse_through
-from pipert.any_model.intercept import Intercept, PartitionGraph
+from pipert.any_model.microbatch_forward import MicroBatchForward
+from pipert.any_model.microbatch_graph import MicroBatchGraph, PartitionGraph
+from pipert.any_model.microbatch_thread import MicroBatchThreads
 from pipert.any_model.model_run import ModelRun
 from pipert.autograd import order
-from pipert.autograd.leaves import leaves_behind
+from pipert.autograd.leaves import Behind, leaves_behind
+from pipert.autograd.recompute import Graph
 from pipert.schedules.action import BACKWARD, FORWARD, RECOMPUTE, Action
 from pipert.stage.actions import Actions
-from pipert.stage.backward import alone, gradients_of, refuse_hooked
+from pipert.stage.backward import differentiate_graph
 from pipert.stage.stage import Stage
 from pipert.stage.step_boundary import StepBoundary
 from pipert.workers.context import NOTHING
@@ -30,76 +34,105 @@ from pipert.workers.context import NOTHING
 __all__: list[str] = []
 
 
-def actions(model_run: ModelRun) -> Actions:
-    """Return the functions that carry out each kind of action of the stages of ``model_run``."""
-    return {
-        FORWARD: model_run.hand_off,
-        RECOMPUTE: partial(_recompute, model_run),
-        BACKWARD: partial(_backward, model_run),
-    }
+class ModelActions:
+    """Carries out the actions of one run."""
 
+    def __init__(self, model_run: ModelRun, threads: MicroBatchThreads) -> None:
+        self._model_run = model_run
+        self._threads = threads
+        self._microbatches: dict[int, MicroBatchForward] = {}
+        self.table: Actions = {
+            FORWARD: self.forward, RECOMPUTE: self.recompute, BACKWARD: self.backward,
+        }  # fmt: skip
 
-def _recompute(model_run: ModelRun, stage: Stage, i: int, _: Value) -> None:
-    calls = model_run.checkpointed.pop((i, stage.place.j), None)
-    if calls is not None:
-        calls.recompute(True)
+    def forward(self, stage: Stage, i: int, x: Value) -> Value:
+        """Carry out ``F[i,j]``: hand off to micro-batch ``i``, which partition 0 starts."""
+        if stage.place.j == 0:
+            microbatch = MicroBatchForward(self._model_run, i, x, self._threads.release)
+            self._microbatches[i] = microbatch
+            self._threads.start(microbatch)
+        microbatch = self._microbatches[i]
+        worker: Any = threading.current_thread()
+        worker.executed_by = microbatch.thread
+        try:
+            return microbatch.hand_off(stage)
+        finally:
+            worker.executed_by = None
 
+    def recompute(self, stage: Stage, i: int, _: Value) -> None:
+        """Carry out ``R[i,j]`` of a step: compute the checkpointed calls again."""
+        calls = self._model_run.checkpointed.pop((i, stage.place.j), None)
+        if calls is not None:
+            calls.recompute(True)
 
-def _backward(model_run: ModelRun, stage: Stage, i: int, _: Value) -> Value:
-    intercept, cut, j = model_run.intercepts.get(i), stage.cut, stage.place.j
-    assert cut is not None
-    part = intercept.parts.pop(j, None) if intercept is not None else None
-    if part is None:
+    def backward(self, stage: Stage, i: int, _: Value) -> Value:
+        """Carry out ``B[i,j]`` of a step: go back from what later partitions have used."""
+        graph, cut, j = self._model_run.graphs.get(i), stage.cut, stage.place.j
+        part = graph.partitions.pop(j, None) if graph is not None else None
+        if graph is None or part is None or cut is None:
+            return ()
+        notifier, action = stage.run.notifier, Action(BACKWARD, i, j)
+        recorded = notifier.recorder is not None
+        with notifier.recorded(action, stage.place.device) if recorded else NOTHING:
+            stage.layers.backward(i, self._differentiate, stage, cut, i, part, graph)
         return ()
-    notifier, action = stage.run.notifier, Action(BACKWARD, i, j)
-    recorded = notifier.recorder is not None
-    with notifier.recorded(action, stage.place.device) if recorded else NOTHING:
-        stage.layers.backward(i, _differentiate, stage, cut, i, intercept, part)
-    return ()
 
-
-def _differentiate(
-    stage: Stage, cut: StepBoundary, i: int, intercept: Intercept, part: PartitionGraph
-) -> None:
-    """Go back from what later partitions have used to what has entered, and to the weights."""
-    j = stage.place.j
-    ys: list[Any] = []
-    dys = []
-    if part.loss is not None and part.loss.requires_grad:
-        ys.append(order.edge_of(part.loss))
-        dys.append(cut.step.loss.gradient_of(i, part.loss))
-    for source in part.sources.values():
-        if source.hooks is not None:
-            source.hooks.tie()
-        gradient = _sum(cut, i, source.gradients)
-        if gradient is not None:
+    def _differentiate(
+        self,
+        stage: Stage,
+        cut: StepBoundary,
+        i: int,
+        part: PartitionGraph,
+        graph: MicroBatchGraph,
+    ) -> None:
+        """Go back to what has entered the partition, and to the weights."""
+        j = stage.place.j
+        ys: list[Any] = []
+        dys: list[Tensor | None] = []
+        if part.loss is not None and part.loss.requires_grad:
+            ys.append(order.edge_of(part.loss))
+            dys.append(cut.step.loss.gradient_of(i, part.loss))
+        for source in part.sources.values():
             ys.append(source.edge)
-            dys.append(gradient)
-    xs: list[Any] = [edge for edge, _ in part.entries]
-    found: Sequence[Tensor | None] = (None,) * len(xs)
-    leaves: list[Tensor] = []
-    if ys:
-        ours = range(part.first, part.last)
-        ends = [y.node for y in ys]
-        behind = leaves_behind(ends, [order.ENTRANCE], ours)
-        unseen = intercept.enter_unseen(part, behind.others, behind.nodes)
-        if unseen:
-            xs += unseen
-            behind = leaves_behind(ends, [order.ENTRANCE], ours, [edge.node for edge in unseen])
-            refuse_through(unseen, behind.leaves)
-        leaves = behind.leaves
-        refuse_hooked(cut, leaves)
-        found = gradients_of(stage, (*xs, *leaves), ys, dys, behind)
-    inputs = []
-    for (_, source), dx in zip(part.entries, found, strict=False):
-        if source.edge is None:
-            inputs.append(None if dx is None else alone(dx))
-        elif dx is not None:
-            source.gradients.append((alone(dx), j))
-    if j == 0:
-        cut.step.input_gradients[i] = inputs
-    cut.copies.let_others_copy(i)
-    cut.gradients.add(leaves, found[len(xs) :])
+            dys.append(_sum(cut, i, source.gradients))
+        xs = tuple([edge for edge, _ in part.entries])
+        look = partial(_look_behind, part, graph)
+        own = Graph(xs, tuple(ys))
+        dxs, leaves, gradients = differentiate_graph(stage, cut, own, dys, look)
+        inputs = []
+        for (_, source), dx in zip(part.entries, dxs, strict=True):
+            if source.edge is None:
+                inputs.append(dx)
+            elif dx is not None:
+                source.gradients.append((dx, j))
+        if j == 0:
+            cut.step.input_gradients[i] = inputs
+        cut.copies.let_others_copy(i)
+        cut.gradients.add(leaves, gradients)
+
+    def finish(self) -> None:
+        """End each ``forward`` and wait for them, however the run ended (H3). In the caller."""
+        microbatches = list(self._microbatches.values())
+        for microbatch in microbatches:
+            microbatch.unwind()
+        if not self._model_run.run.dropped:
+            for microbatch in microbatches:
+                microbatch.wait()
+        self._microbatches.clear()
+        self._model_run.clear()
+
+
+def _look_behind(
+    part: PartitionGraph, graph: MicroBatchGraph, ends: list[Node]
+) -> tuple[list[GradientEdge], Behind]:
+    """Return what is behind the ends of a partition, and where tensors have entered unseen."""
+    ours = range(part.first, part.last)
+    behind = leaves_behind(ends, [order.ENTRANCE], ours)
+    unseen = graph.enter_unseen(part, behind.others, behind.nodes)
+    if unseen:
+        behind = leaves_behind(ends, [order.ENTRANCE], ours, [edge.node for edge in unseen])
+        refuse_through(unseen, behind.leaves)
+    return unseen, behind
 
 
 def _sum(cut: StepBoundary, i: int, gradients: list[tuple[Tensor, int]]) -> Tensor | None:

@@ -12,12 +12,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from pipert.any_model.func_transforms import outside_of_transforms
 from pipert.batch.tensors import version
 from pipert.layers.drawing import is_compiled
 from pipert.layers.modules import modules_of
 from pipert.layers.tied import Substitute
 from pipert.stage.stage import Stage
+from pipert.workers.context import is_transformed
 
 __all__: list[str] = []
 
@@ -52,8 +52,9 @@ class ParameterCopies:
             return weight
         key = stage.place.j, id(weight)
         if key not in self._copies:
-            with outside_of_transforms():
-                (copy,) = stage.ends.borrow(i, (weight,))
+            if is_transformed():
+                raise RuntimeError(_TRANSFORMED)
+            (copy,) = stage.ends.borrow(i, (weight,))
             self._copies[key] = weight, copy
         return self._copies[key][1]
 
@@ -94,3 +95,9 @@ def _has_hooks(module: nn.Module) -> bool:
             if weight is not None and weight._backward_hooks:
                 return True
     return False
+
+
+_TRANSFORMED = (
+    "a transform of torch.func in a model's own code uses a parameter that lives on another device "
+    "or has a hook, and cannot be given a copy in its place; use it before the transform as well"
+)

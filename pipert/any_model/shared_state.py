@@ -25,6 +25,7 @@ from torch import nn
 
 from pipert.errors import SharedStateWarning
 from pipert.layers.modules import modules_of
+from pipert.layers.place import Place
 
 __all__: list[str] = []
 
@@ -94,21 +95,29 @@ class Inspection:
         """Note the state before the first micro-batch runs partition ``j``, which ends at a cut."""
         self._before = self._state(j)
 
-    def end(self, j: int) -> None:
-        """Note what has changed when the first micro-batch arrives at that cut."""
+    def end(self, i: int, place: Place) -> None:
+        """Note what is set when a micro-batch arrives at a cut or its end."""
+        if i > 0:
+            self._compare()
+            if place.is_last and i == place.m - 1:
+                self._warn()
+        elif not place.is_last:
+            self._note_changes(place.j)
+
+    def _note_changes(self, j: int) -> None:
         before, self._before = self._before, {}
         state = self._state(j)
         for key in before.keys() | state.keys():
             if not _same(before.get(key, _ABSENT), state.get(key, _ABSENT)):
                 self._set.setdefault(key, state.get(key, _ABSENT))
 
-    def compare(self) -> None:
-        """Note what has been set again, when another micro-batch arrives at a cut or its end."""
+    def _compare(self) -> None:
+        """Note what has been set again by another micro-batch than the first."""
         for (module, name), first in _items(self._set):
             if not _same(first, _fingerprint(_get(module, name), _MAX_DEPTH)):
                 self._set_again[module, name] = None
 
-    def warn(self) -> None:
+    def _warn(self) -> None:
         """Warn about attributes set again, once the last micro-batch has left the model.
 
         Warns:

@@ -106,10 +106,10 @@ class Recomputation:
         self._wanting = []
         given, xs, begins = self._keep(tensors), list[Tensor](), list[Node]()
         for k, tensor in enumerate(tensors):
-            if (node := given[k].grad_fn) is not None:
+            if given[k].requires_grad:
                 self._wanting.append(k)
                 xs.append(tensor)
-                begins.append(node)
+                begins.append(given[k].grad_fn or order.edge_of(tensor).node)
         forget = Forget(next, saved := count())
         forget.hooks = self.hooks
         before = node_count()
@@ -150,7 +150,7 @@ class Recomputation:
         return self._rebuild(self._given(tensors))
 
     def _keep(self, tensors: Tensors) -> list[Tensor]:
-        """Keep the inputs as they are now; return the non-leaf tensors to give the layers."""
+        """Keep the inputs as they are now; return the tensors to give the layers."""
         self._tensors, self._versions, given = [], [], []
         for tensor in tensors:
             self._tensors.append(tensor.detach())

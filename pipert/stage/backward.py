@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node
 
 from pipert.autograd import order
 from pipert.autograd.engine import differentiate
@@ -24,6 +25,7 @@ from pipert.workers.context import NOTHING
 __all__: list[str] = []
 
 Gradients = Sequence[Tensor | None]
+Look = Callable[[list[Node]], tuple[Sequence[GradientEdge], Behind]]
 
 
 def gather(
@@ -59,27 +61,35 @@ def _differentiate(
     stage: Stage, cut: StepBoundary, i: int, kept: Kept, dys: Gradients
 ) -> Gradients:
     for graph in kept.graphs:  # that of the loss first
-        dys, leaves, gradients = _differentiate_graph(stage, cut, graph, dys)
+        dys, leaves, gradients = differentiate_graph(stage, cut, graph, dys)
         if graph is kept.graphs[-1]:
             cut.copies.let_others_copy(i)  # before the sums: the copy needs none of them
         cut.gradients.add(leaves, gradients)
     return dys
 
 
-def _differentiate_graph(
-    stage: Stage, cut: StepBoundary, graph: Graph, dys: Gradients
+def differentiate_graph(
+    stage: Stage, cut: StepBoundary, graph: Graph, dys: Gradients, look: Look | None = None
 ) -> tuple[Gradients, Sequence[Tensor], Gradients]:
-    """Return the gradients of the graph's inputs; its leaves, and their gradients."""
+    """Return the gradients of the graph's inputs; its leaves, and their gradients.
+
+    ``look`` tells what is behind the outputs, and adds inputs; by default there are no others.
+    """
     pairs = [(y, dy) for y, dy in zip(graph.ys, dys, strict=True) if dy is not None]
     if not pairs:
         return (None,) * len(graph.xs), (), ()
     ys, given = zip(*pairs, strict=True)
-    behind = leaves_behind(map(_node, ys), [order.ENTRANCE], cut.numbers())
+    ends, xs = list(map(_node, ys)), graph.xs
+    if look is None:
+        behind = leaves_behind(ends, [order.ENTRANCE], cut.numbers())
+    else:
+        more, behind = look(ends)
+        xs = (*xs, *more)
     leaves = behind.leaves
     refuse_hooked(cut, leaves)
-    found = gradients_of(stage, (*graph.xs, *leaves), ys, given, behind)
-    dxs = tuple([None if dx is None else alone(dx) for dx in found[: len(graph.xs)]])
-    return dxs, leaves, found[len(graph.xs) :]
+    found = gradients_of(stage, (*xs, *leaves), ys, given, behind)
+    dxs = tuple([None if dx is None else alone(dx) for dx in found[: len(xs)]])
+    return dxs, leaves, found[len(xs) :]
 
 
 _node: Callable[[Any], Any] = attrgetter("node")

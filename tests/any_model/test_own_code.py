@@ -171,17 +171,14 @@ class Transforming(Three):
 
 
 class TransformingWithOthers(Three):
-    """Transforms functions that use tensors of earlier partitions."""
+    """Transforms functions that use tensors of earlier partitions, which layers have used."""
 
     def forward(self, x: Tensor) -> Any:
         y = self.a(x)
         z = self.b(y)
         u = torch.func.vmap(lambda row: row * y.mean(0))(z)
         v = torch.func.grad(lambda z: (z.square() * y).sum())(z)
-        (w,) = torch.func.vjp(lambda z: z.square() * y, z)[1](y)
-        out = self.c(u + v + w)
-        forces = torch.func.grad(lambda y: (y.square() * out * z).sum())(y)
-        return torch.func.vmap(torch.mul)(out, y) + forces
+        return torch.func.vmap(torch.mul)(self.c(u + v), y)
 
 
 class TransformingClones(Three):

@@ -19,8 +19,10 @@ from tests.any_model.test_own_code import (
     MODELS,
     ApplyingAFunction,
     CheckpointingItself,
+    Jacobians,
     Three,
     Transforming,
+    TransformingClones,
     TransformingWithOthers,
     each_how,
     family,
@@ -29,7 +31,8 @@ from tests.any_model.test_own_code import (
 pytestmark = [pytest.mark.cuda, pytest.mark.multi_gpu]
 
 # They are refused there.
-NOT_THERE = {ApplyingAFunction, CheckpointingItself, Transforming, TransformingWithOthers}
+TRANSFORMS = [Transforming, TransformingClones, TransformingWithOthers, Jacobians]
+NOT_THERE = {ApplyingAFunction, CheckpointingItself, *TRANSFORMS}
 THERE = [model for model in MODELS if model not in NOT_THERE]
 
 
@@ -53,11 +56,11 @@ def test_code_between_layers_has_the_plain_models_results_on_gpus(
 
 
 @each_how
-@pytest.mark.parametrize("model", [Transforming, TransformingWithOthers])
-def test_a_transform_refuses_a_tensor_of_another_gpu(model: type[Three], how: How) -> None:
+@pytest.mark.parametrize("model", TRANSFORMS)
+def test_a_transform_refuses_what_is_on_another_gpu(model: type[Three], how: How) -> None:
     own = family(model)
     module, batch = own.make()
-    with pytest.raises(RuntimeError, match=r"torch.func.vmap.*give it tensor.clone.*on cuda:\d"):
+    with pytest.raises(RuntimeError, match="a transform .* in a model's own code uses a"):
         step(module, batch, own, how, devices=devices_of(own))
 
 

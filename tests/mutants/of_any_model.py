@@ -6,12 +6,12 @@ from tests.mutants.mutant import Mutant
 
 __all__ = ["MUTANTS"]
 
-COPIES, RUN = "pipert/any_model/tensor_copies.py", "pipert/any_model/model_run.py"
+COPIES, AROUND = "pipert/any_model/tensor_copies.py", "pipert/any_model/around_layers.py"
 ACTIONS = "pipert/any_model/model_actions.py"
 
 MUTANTS = [
     Mutant(
-        "thread-on-first-device", RUN, "the partition's device as its thread's current one",
+        "thread-on-first-device", AROUND, "the partition's device as its thread's current one",
         "torch.cuda.set_device(stage.place.device)", "pass",
     ),
     Mutant(

@@ -1,0 +1,221 @@
+"""What is done around the layers and the own code of one micro-batch's ``forward``.
+
+A :class:`.MicroBatchForward` decides when a partition begins and ends, and which calls are calls of
+layers; here is what is done then: devices, random numbers, checkpointing, boundary tensors,
+recordings.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipert._typing import Value
+from pipert.any_model.checkpointed_calls import CheckpointedCalls
+from pipert.any_model.forward_recording import ForwardRecording
+from pipert.any_model.function_mode import Paused
+from pipert.any_model.intercept import Intercept
+from pipert.any_model.map_tensors import map_tensors
+from pipert.any_model.microbatch_graph import MicroBatchGraph
+from pipert.any_model.model_layers import ModelLayer
+from pipert.any_model.model_run import ModelRun
+from pipert.any_model.tensor_copies import TensorCopies
+from pipert.autograd.order import begin_numbers
+from pipert.layers.buffers import KEEPING, kept_counters
+from pipert.layers.dispatch_keys import stash
+from pipert.layers.generators import DRAWING
+from pipert.layers.nested_checkpoint import is_in_checkpoint
+from pipert.layers.random_numbers import RunSeed, Stream
+from pipert.stage.stage import Stage
+from pipert.workers.context import NOTHING, is_transformed
+
+__all__: list[str] = []
+
+_CALLS = 1 << 32  # more than tasks of a run, so each call of a layer has its own number
+
+
+class AroundLayers:
+    """What is done around the layers of micro-batch ``i``, on its thread."""
+
+    def __init__(self, model_run: ModelRun, i: int) -> None:
+        self._model_run = model_run
+        self._i = i
+        self._stage: Stage  # the current one, or the last
+        self._graph = MicroBatchGraph() if model_run.step is not None else None
+        self._copies = TensorCopies(i, model_run.run) if model_run.copies_tensors else None
+        self._intercept: Intercept | None = None
+        if self._graph is not None or self._copies is not None:
+            copy_of = self._copy_of if model_run.parameters.is_needed else None
+            self._intercept = Intercept(self._graph, self._copies, copy_of)
+        self._checkpointed: CheckpointedCalls | None = None  # the calls of the current partition
+        self._recording: ForwardRecording | None = None
+        self._called = 0  # layers, so far
+        if self._graph is not None:
+            model_run.graphs[i] = self._graph
+
+    def run(self, stage: Stage, forward: Callable[[Value], Value], x: Value) -> Value:
+        """Run ``forward`` on ``x``, beginning in ``stage``; return what the last stage sends."""
+        with self._context():
+            try:
+                return self._run(stage, forward, x)
+            finally:
+                if self._recording is not None:
+                    self._recording.end()
+
+    @contextlib.contextmanager
+    def _context(self) -> Iterator[None]:
+        """Put the ``forward`` into its context, from its beginning to its end."""
+        shared = self._model_run
+        notes = NOTHING if shared.stats is None else shared.stats.collecting()
+        try:
+            # The model's own code may draw random numbers. Inside a layer that another pipe
+            # recomputes, buffers stay as they are.
+            keeping = NOTHING if kept_counters.get() is None else KEEPING.included()
+            # Gradients that it asks for make nodes on this thread, with its numbers, on GPUs too.
+            cuts = self._graph is not None and self._copies is not None
+            numbers = torch.autograd.set_multithreading_enabled(False) if cuts else NOTHING
+            with DRAWING.included(), keeping, notes, numbers:
+                yield
+        finally:
+            stash(None)  # else torch drops it when the thread ends, maybe after the interpreter
+
+    def _run(self, stage: Stage, forward: Callable[[Value], Value], x: Value) -> Value:
+        shared = self._model_run
+        begin_numbers(shared.first_node)
+        notifier = shared.run.notifier
+        if notifier.recorder is not None:
+            self._recording = ForwardRecording(self._i, notifier, shared.layers)
+        self.begin(stage)
+        if self._intercept is None:
+            y = forward(x)
+        else:
+            x = self._intercept.enter_inputs(x)
+            with self._intercept:
+                y = forward(x)
+            y = map_tensors(y, self._intercept.bring)
+            if (cut := self._stage.cut) is not None and self._graph is not None:
+                with self._intercept:
+                    self._graph.current.loss = cut.compute_loss(self._i, y)
+                y = ()
+        self.end()
+        if self._graph is not None:
+            return y
+        if self._recording is not None and shared.run.context.grad_enabled:
+            self._recording.watch_backward(y)
+        return self._stage.ends.leave(self._i, y)
+
+    def begin(self, stage: Stage) -> None:
+        """Begin the partition of ``stage``, which has been handed off."""
+        self._stage = stage
+        shared, place = self._model_run, stage.place
+        if place.device.type == "cuda":
+            torch.cuda.set_device(stage.place.device)
+        stash(Stream(shared.run.seed, place.number(self._i)))
+        if self._i < stage.recomputed:
+            stage.layers.take_snapshot()
+            hooks = shared.run.context.saved_tensor_hooks
+            self._checkpointed = CheckpointedCalls(stage.layers, self._i, hooks)
+            if self._graph is not None:
+                shared.checkpointed[self._i, place.j] = self._checkpointed
+        if self._graph is not None:
+            self._graph.begin(place.j)
+        if self._copies is not None:
+            self._copies.begin(stage)
+        if self._recording is not None:
+            self._recording.begin(stage)
+        if shared.inspection is not None and self._i == 0 and not place.is_last:
+            shared.inspection.begin(place.j)
+
+    def end(self) -> None:
+        """End the partition, which is about to be handed back."""
+        inspection, place = self._model_run.inspection, self._stage.place
+        if inspection is not None:
+            inspection.end(self._i, place)
+        if self._recording is not None:
+            self._recording.end()
+        if self._intercept is not None:
+            with Paused(self._intercept):
+                self._end_boundary(self._intercept)
+        if self._checkpointed is not None:
+            self._checkpointed.end()
+            self._checkpointed = None
+
+    def _end_boundary(self, intercept: Intercept) -> None:
+        if self._graph is not None:
+            self._graph.end()
+        intercept.boundary.end(0 if self._graph is None else self._graph.current.first)
+        if self._copies is not None:
+            self._copies.end(self._checkpointed)
+
+    def call(self, layer: ModelLayer, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call a layer in the current partition."""
+        if self._intercept is None:
+            y = self._call(layer, call, args, kwargs)
+        else:
+            with Paused(self._intercept):
+                args, kwargs = self._intercept.bring_all(args, kwargs)
+                y = self._call(layer, call, args, kwargs)
+                if self._copies is not None:
+                    self._copies.settle(y)
+        if self._recording is not None:
+            self._recording.note_layer(layer.module)
+        return y
+
+    def _call(self, layer: ModelLayer, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        shared, stage = self._model_run, self._stage
+        self._called += 1
+        if shared.copies_tensors:
+            shared.layers.move_on_first_call(layer, stage)
+        if shared.parameters.is_needed:
+            given = [x for x in (*args, *kwargs.values()) if isinstance(x, nn.Module)]
+            call = shared.parameters.wrap(stage, self._i, [layer.module, *given], call)
+        number = self._called * _CALLS + stage.place.number(self._i) if shared.draws else 0
+        # What works in place, in torch.utils.checkpoint or in a transform, keeps what it saves.
+        if self._checkpointed is not None and torch.is_grad_enabled() and not (
+            layer.is_in_place or is_in_checkpoint() or is_transformed()
+        ):
+            if layer.partition != stage.place.j:
+                stage.layers.take_snapshot(layer.module)
+            stage.layers.refuse_replaced(layer.module)
+            around = partial(_Drawing, shared.run.seed, number) if shared.draws else None
+            return self._checkpointed.call(layer.name, call, around, args, kwargs)
+        # Here operations that draw take the stream's generator anyway.
+        with Stream(shared.run.seed, number) if shared.draws else NOTHING:
+            return call(*args, **kwargs)
+
+    def note_of_call(self, layer: ModelLayer, args: Any, kwargs: dict[str, Any]) -> str:
+        """Return the note for an error that ``layer`` raised."""
+        return self._stage.layers.note_of_call(self._i, layer.name, args, kwargs)
+
+    def _copy_of(self, weight: nn.Parameter) -> Tensor:
+        return self._model_run.parameters.copy_of(self._stage, self._i, weight)
+
+    def clear(self) -> None:
+        """Forget the micro-batch."""
+        self._intercept = self._checkpointed = self._recording = None
+
+    def __repr__(self) -> str:
+        return f"<AroundLayers of micro-batch {self._i}>"
+
+
+class _Drawing:
+    """A block that draws the random numbers of one call. A class, since each call enters one."""
+
+    __slots__ = ("_key", "_stream")
+
+    def __init__(self, seed: RunSeed, number: int) -> None:
+        self._stream = Stream(seed, number)
+
+    def __enter__(self) -> None:
+        self._key = DRAWING.included()
+        self._stream.__enter__()
+        self._key.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._key.__exit__(*error)
+        self._stream.__exit__(*error)

@@ -1,0 +1,153 @@
+"""The graph of one micro-batch in a step, cut where tensors pass from partition to partition.
+
+One thread makes and numbers all nodes of a micro-batch (but see rules 2 and 3 of
+``autograd.leaves``). So the number of a tensor's node tells which partition has made the tensor.
+Where a later partition uses it, the graph is cut: a *boundary tensor*, with the same values but
+another graph, takes its place. ``B[i,j]`` keeps the boundary tensor's gradient for the ``B`` of the
+partition that made the tensor.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node
+
+from pipert._torch import node_count, sequence_nr
+from pipert._typing import Tensors, Value
+from pipert.any_model.boundary_tensors import BoundaryTensors
+from pipert.autograd import order
+from pipert.autograd.order import ENTERED
+from pipert.autograd.recompute import edges_of
+from pipert.batch.tensors import differentiable
+
+__all__: list[str] = []
+
+Key = tuple[Node | None, int]
+"""A tensor's place in the graph."""
+
+
+@dataclass(slots=True, eq=False)
+class SourceTensor:
+    """A tensor that later partitions use, and the gradients that they have sent back."""
+
+    edge: GradientEdge | None
+    """The tensor's place in the graph; ``None`` for an input of the model."""
+    gradients: list[tuple[Tensor, int]] = field(default_factory=list)
+    """Each with the partition that sent it."""
+
+
+@dataclass(slots=True, eq=False)
+class PartitionGraph:
+    """What ``B[i,j]`` needs from ``F[i,j]``. Its nodes are numbered ``range(first, last)``."""
+
+    first: int
+    last: int
+    entries: list[tuple[GradientEdge, SourceTensor]] = field(default_factory=list)
+    """The edge at which each tensor of an earlier partition entered, and its source."""
+    sources: dict[Key, SourceTensor] = field(default_factory=dict)
+    """The tensors made in the partition and used by later ones, by place in the graph."""
+    loss: Tensor | None = None
+
+
+class MicroBatchGraph:
+    """The graphs of one micro-batch's partitions.
+
+    Used by the thread of the micro-batch, and later by the workers that carry out its ``B[i,j]``.
+    """
+
+    def __init__(self) -> None:
+        self.partitions: dict[int, PartitionGraph] = {}
+        self.boundary = BoundaryTensors(cuts=True)
+        self.current = PartitionGraph(0, 0)
+        """The graph of the partition that is running, or the last one."""
+        self.earlier = range(0)
+        """The numbers of the nodes of earlier partitions. The caller's are lower."""
+        self._entered: list[PartitionGraph] = []  # those that were entered, in order
+        self._starts: list[int] = []  # the number of the first node of each
+        self._mark = object()  # marks the nodes at which graphs begin as this micro-batch's
+
+    def begin(self, j: int) -> None:
+        """Begin partition ``j``."""
+        self.current = self.partitions[j] = PartitionGraph(node_count(), -1)
+        self._entered.append(self.current)
+        self._starts.append(self.current.first)
+        self.earlier = range(self._starts[0], self.current.first)
+
+    def end(self) -> None:
+        """End the partition."""
+        self.current.last = node_count()
+
+    def enter_inputs(self, x: Value) -> Value:
+        """Return the model's inputs with a graph that begins in partition 0."""
+        xs, rebuild = differentiable(x)
+        if not xs:
+            return x
+        entered = self._begin_graph(xs)
+        self.current.entries += [(edge, SourceTensor(None)) for edge in edges_of(entered)]
+        return rebuild(entered)
+
+    def enter(self, tensor: Tensor, value: Tensor) -> Tensor:
+        """Return the boundary tensor, with the values of ``value``, of an earlier ``tensor``."""
+        key = tensor.grad_fn, tensor.output_nr
+        sources = self._made_in(sequence_nr(tensor.grad_fn)).sources
+        source = sources.get(key)
+        if source is None:
+            source = sources[key] = SourceTensor(order.edge_of(tensor))
+        (entered,) = self._begin_graph((value,))
+        self.current.entries.append((order.edge_of(entered), source))
+        return entered
+
+    def enter_unseen(
+        self, part: PartitionGraph, others: Iterable[Node], nodes: set[Node]
+    ) -> list[GradientEdge]:
+        """Cut the graph where tensors of earlier partitions have entered unseen.
+
+        They do so through custom autograd functions, compiled code, objects and closures.
+
+        Args:
+            part: the partition to go backward.
+            others: the nodes of its graph that were not made in it.
+            nodes: all nodes of its graph.
+
+        Returns:
+            The edges where the graph is now cut; they are added to the entries of the part.
+
+        Raises:
+            RuntimeError: the graph leads into that of another micro-batch or call, or the boundary
+                tensor of such a tensor was changed in place.
+        """
+        for node in nodes:
+            if type(node) is ENTERED and getattr(node, "mark", self._mark) is not self._mark:
+                raise RuntimeError(_KEPT)
+        numbers = range(self._starts[0], part.first)
+        earlier = {node for node in others if sequence_nr(node) in numbers}
+        found: dict[tuple[Node, int], GradientEdge] = {}
+        for node in nodes - earlier - {None} if earlier else ():
+            for child, number in node.next_functions:
+                if child is not None and child in earlier:
+                    self.boundary.refuse_unseen((child, number), node)
+                    found[child, number] = GradientEdge(child, number)
+        for key, edge in found.items():
+            sources = self._made_in(sequence_nr(key[0])).sources
+            part.entries.append((edge, sources.setdefault(key, SourceTensor(edge))))
+        return list(found.values())
+
+    def _begin_graph(self, xs: Tensors) -> Tensors:
+        entered = order.enter(xs)
+        entered[0].grad_fn.mark = self._mark  # type: ignore[union-attr]
+        return entered
+
+    def _made_in(self, number: int) -> PartitionGraph:
+        """Return the partition in which the node with this number was made."""
+        return self._entered[bisect_right(self._starts, number) - 1]
+
+
+_KEPT = (
+    "the model uses a tensor with a graph that it has kept from another call or micro-batch, which "
+    "forward_backward cannot go back through; detach it there, or call the pipe and "
+    "loss.backward()"
+)
