@@ -53,11 +53,22 @@ def layers() -> nn.Sequential:
 Make = Callable[[nn.Sequential], Any]
 
 
-@pytest.fixture(params=["layers", "any model"])
+CPUS, GPUS = ["cpu"] * 2, ["cuda:0", "cuda:1"]
+
+
+@pytest.fixture(
+    params=[
+        ("layers", CPUS), ("any model", CPUS),
+        pytest.param(("layers", GPUS), marks=[pytest.mark.cuda, pytest.mark.multi_gpu]),
+        pytest.param(("any model", GPUS), marks=[pytest.mark.cuda, pytest.mark.multi_gpu]),
+    ],  # fmt: skip
+    ids=["layers", "any model", "layers on GPUs", "any model on GPUs"],
+)
 def make(request: pytest.FixtureRequest) -> Make:
-    if request.param == "layers":
-        return lambda module: Pipe(module, [1, 2], devices=["cpu"] * 2, chunks=4)
-    return lambda module: pipert.pipeline(module, cuts=["1"], devices=["cpu"] * 2, chunks=4)
+    kind, devices = request.param
+    if kind == "layers":
+        return lambda module: Pipe(module, [1, 2], devices=devices, chunks=4)
+    return lambda module: pipert.pipeline(module, cuts=["1"], devices=devices, chunks=4)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
@@ -68,7 +79,8 @@ def test_gradients_are_the_plain_module_s(make: Make, schedule: str) -> None:
         for _ in range(2):  # the second step adds to what the first has left
             torch.autograd.backward(mse(plain(x), target))
             pipe.forward_backward(x, target=target, loss_fn=mse, schedule=schedule)
-            same(grads_of(module), grads_of(plain))
+            on_cpu = {name: grad.cpu() for name, grad in grads_of(module).items()}
+            same(on_cpu, grads_of(plain))
 
 
 def test_a_step_that_fails_adds_nothing(make: Make) -> None:
