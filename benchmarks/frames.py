@@ -3,7 +3,8 @@
 The pipe has three partitions of one ``nn.Linear`` each, on CPU workers, and three micro-batches. A
 profile hook counts every call of a Python function, including torch's, from the moment a worker has
 taken a task until it asks for the next; the middle action of each kind, ``[1,1]``, is shown. The
-frames are those between the worker's loop and the call of the layer. Nothing here is timed. The
+frames are those between the worker's loop and the call of the layer. The second table counts the
+calls of pipert's functions in a whole mini-batch, on all threads. Nothing here is timed. The
 fewest calls of ten mini-batches count, because the first mini-batch creates what later ones reuse,
 and an action that has to wait for its input gives up its turn.
 
@@ -15,13 +16,16 @@ from __future__ import annotations
 import argparse
 import sys
 import threading
+from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from pipert import Pipe
+import pipert
+from pipert import Pipe, pipeline
 from pipert.queues.closable import ClosableQueue
 from pipert.stage.stage import Task
 from pipert.workers.worker import work
@@ -32,6 +36,11 @@ N = M = 3
 REPEATS = 10
 BARS = {("call", "never", "F"): (30, 7), ("call", "always", "F"): (45, 7)}
 """The most Python calls and frames permitted."""
+
+PACKAGE = str(Path(pipert.__file__).parent)
+MINI_BATCHES = {"call": (250, 30), "1f1b": (600, 38), "any model": (1700, 48)}
+"""The most calls and files permitted in a mini-batch of three micro-batches in two partitions: in a
+call, in a step without recomputation, in a step of any model in which all is recomputed."""
 
 
 class Counted(NamedTuple):
@@ -112,6 +121,57 @@ def count(way: str, checkpoint: str) -> dict[str, Counted]:
     return {name[0]: counted for name, counted in found.items() if name.endswith("[1,1]")}
 
 
+class TwoLinears(nn.Module):
+    """A model with a ``forward`` of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.second(self.first(x))
+        return result
+
+
+def count_mini_batch(way: str) -> tuple[int, int]:
+    """Counts the calls of pipert's functions in a mini-batch, on all threads, and their files.
+
+    Args:
+        way: a key of ``MINI_BATCHES``.
+    """
+    seen: list[tuple[str, str]] = []
+
+    def see(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
+            seen.append((frame.f_code.co_filename, frame.f_code.co_name))
+
+    x, settings = torch.randn(M, 4), dict[str, Any](devices=["cpu"] * 2, chunks=M)
+    if way == "any model":
+        make: Any = partial(pipeline, TwoLinears(), cuts=["second"], checkpoint="always")
+    else:
+        layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        make = partial(Pipe, layers, [1, 1], checkpoint="never")
+    threading.setprofile(see)
+    fewest: list[tuple[str, str]] | None = None
+    try:
+        with make(**settings) as pipe:
+            for _ in range(REPEATS):
+                seen.clear()
+                sys.setprofile(see)
+                if way == "call":
+                    pipe(x)
+                else:
+                    pipe.forward_backward(x, target=x, loss_fn=nn.functional.mse_loss)
+                sys.setprofile(None)
+                if fewest is None or len(seen) < len(fewest):
+                    fewest = list(seen)
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+    assert fewest is not None
+    return len(fewest), len({file for file, _ in fewest})
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.parse_args(argv)
@@ -125,6 +185,12 @@ def main(argv: list[str] | None = None) -> int:
                 if most and (calls > most[0] or (frames or 0) > most[1]):
                     missed.append(f"{kind} of a {way}, {checkpoint}: at most {most[0]} calls and "
                                   f"{most[1]} frames")  # fmt: skip
+    print(f"\n{'mini-batch':10} {'calls':>5} {'files':>5}")
+    for way, (most_calls, most_files) in MINI_BATCHES.items():
+        calls, files = count_mini_batch(way)
+        print(f"{way:10} {calls:5} {files:5}")
+        if calls > most_calls or files > most_files:
+            missed.append(f"{way}: at most {most_calls} calls in {most_files} files")
     print("Every bar held." if not missed else "Missed:\n" + "\n".join(missed))
     return 1 if missed else 0
 

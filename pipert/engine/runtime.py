@@ -111,7 +111,8 @@ class Runtime:
         with self.counters.open(plan) as notifier:
             compute_cached(self.model.partitions)
             step.inputs = [differentiable(x)[0] for x in inputs]
-            leaves = [leaf_inputs(x) for x in inputs]
+            pairs = zip(inputs, step.inputs, strict=True)
+            leaves = [leaf_inputs(x) if xs else x for x, xs in pairs]
             run = self._new_run(plan, notifier)
             stages = self.model.assemble(run, leaves, step, stats)
             self._execute(run, stages, threads, timeout)

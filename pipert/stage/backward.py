@@ -109,8 +109,7 @@ def gradients_of(
     """
     assert stage.cut is not None
     inner: AbstractContextManager[object] = NOTHING
-    kinds = [kind for kind in {*map(type, behind.nodes)} if kind.__name__ not in _ENGINELESS]
-    if is_in_python(kinds):
+    if is_in_python(map(type, behind.nodes), _ENGINELESS):
         inner = taking_gradients(stage.layers.parameters(), stage.cut.gradients)
     try:
         with inner:

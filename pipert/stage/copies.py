@@ -164,4 +164,6 @@ class Copies:
     def let_others_copy(self, i: int) -> None:
         """Make the copy stream of micro-batch ``i`` wait for what this stage has computed."""
         if self.go_out or self.come_in:
-            streams.wait(self.stream(i), streams.compute_stream(self._device))
+            copying = self.stream(i)
+            if copying is not None:
+                streams.wait(copying, streams.compute_stream(self._device))

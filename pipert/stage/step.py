@@ -87,7 +87,7 @@ class Step:
 
     def _warn_of_some(self) -> None:
         """Warn if only some losses are finite. Not on a GPU, which one would have to wait for."""
-        if any(loss.is_cuda for loss in self.losses.values()):
+        if any([loss.is_cuda for loss in self.losses.values()]):
             return
         losses = self._losses()
         if bool(losses.sum().isfinite()):

@@ -31,7 +31,7 @@ _GRADIENT_WAITS = (
     "compute = streams.compute_stream(self._place.device)\n"
     "            self.copies.transport.wait(i, moved, compute, copied)"
 )
-_LET_COPY = "streams.wait(self.stream(i), streams.compute_stream(self._device))"
+_LET_COPY = "streams.wait(copying, streams.compute_stream(self._device))"
 
 OF_COPIES = [
     Mutant(

@@ -47,6 +47,7 @@ REASONS = {
         "pipert/stage/recorded.py",
         "recorder.during(WAIT, i, place.j, place.device)",
     ): "on CPU alone, by the process's clock",
+    ("pipert/stage/copies.py", "self.stream(i)"): "the waits on it have mutants",
     (
         "pipert/any_model/model_actions.py",
         "notifier.recorded(action, stage.place.device)",
