@@ -204,6 +204,7 @@ def test_the_examples_of_the_reference_run(
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 def test_the_script_makes_every_picture_that_is_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

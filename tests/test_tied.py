@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -217,27 +216,6 @@ class _Twice(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.layer(x, x)
         return y
-
-
-def test_callers_at_once_get_their_own_gradients(copies: Copies) -> None:
-    with pipe_of(language_model(), [2, 2], chunks=2) as pipe:
-        plain = nn.Sequential(*pipe)
-        expected = torch.autograd.grad(plain(TOKENS).square().sum(), weight_of(pipe))[0]
-        found: list[Tensor] = []
-
-        def call() -> None:
-            for _ in range(5):
-                loss = pipe(TOKENS).square().sum()
-                found.append(torch.autograd.grad(loss, weight_of(pipe))[0])
-
-        threads = [threading.Thread(target=call) for _ in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert len(found) == 15
-    for grad in found:
-        torch.testing.assert_close(grad, expected)
 
 
 def test_replacing_the_owning_layer_makes_the_next_partition_the_owner(copies: Copies) -> None:

@@ -30,13 +30,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from pipert import Pipe
 from pipert.workers.worker import WorkerThread
 from tests.embedding import _ddp_steps
-from tests.skips import popping, stashing
 
 WORLD = 2
 TIMEOUT = timedelta(seconds=10)  # of a reduction to which the other process does not come
@@ -235,18 +233,6 @@ def frozen_layers_stay_without_gradient(rank: int, checkpoint: str) -> None:
 
 
 @for_each_mode
-def skips_go_through(rank: int, checkpoint: str) -> None:
-    def make() -> nn.Sequential:
-        aside = stashing(make=linear(4, 4))
-        return nn.Sequential(
-            linear(3, 4), aside, linear(4, 4), nn.Tanh(), popping(), linear(4, 2)
-        )
-
-    for options in some_options(checkpoint, 2):
-        trains_like_the_whole_batch(rank, make, checkpoint, 3, **options)
-
-
-@for_each_mode
 def a_parameter_of_two_partitions_is_reduced_once(rank: int, checkpoint: str) -> None:
     def make() -> nn.Sequential:
         module = nn.Sequential(linear(3, 3), nn.Tanh(), linear(3, 3), nn.ReLU(), linear(3, 2))
@@ -286,18 +272,6 @@ def a_layer_that_one_process_does_not_use_is_found(rank: int, checkpoint: str) -
     assert [grad is not None for grad in grads] == [True] * 6 + [False] * 2 + [True] * 2
     other = grads[2 + 2 * (1 - rank)]
     assert other is not None and other.any()  # of the layer that only the other one used
-
-
-@for_each_mode
-def what_only_an_unused_skip_needs_has_no_gradient(rank: int, checkpoint: str) -> None:
-    # Autograd reaches the layer of the stash, by the node that is shared by all that leaves a
-    # partition, but with an undefined gradient, and that is no use to DDP.
-    def make() -> nn.Sequential:
-        aside, dropped = stashing(make=linear(4, 4)), popping(take=lambda x, skip: x)
-        return nn.Sequential(linear(3, 4), aside, nn.Tanh(), dropped, linear(4, 2))
-
-    grads = like_ddp_of_the_plain_module(rank, make, checkpoint, find_unused_parameters=True)
-    assert [grad is not None for grad in grads] == [True] * 2 + [False] * 2 + [True] * 2
 
 
 # --- buffers --------------------------------------------------------------------------------------
@@ -369,23 +343,6 @@ def the_state_dict_has_the_keys_of_ddp_around_the_plain_module(rank: int) -> Non
     with piped(module) as pipe:
         assert list(wrap(pipe).state_dict()) == keys
     assert keys[0] == "module.0.weight"
-
-
-@for_each_mode
-def a_process_may_run_out_of_inputs_in_join(rank: int, checkpoint: str) -> None:
-    module = five_layers()
-    plain = copy.deepcopy(module)
-    inputs = batches(5, 4, 3, 6, 2)[: 5 - 2 * rank]  # three in process 1
-    with piped(module, checkpoint) as pipe:
-        for trained in (wrap(pipe), wrap(plain)):
-            optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
-            with Join([trained]):
-                for x in inputs:
-                    optimizer.zero_grad()
-                    loss_of(trained(x)).backward()  # type: ignore[no-untyped-call]
-                    optimizer.step()
-    same(list(module.parameters()), list(plain.parameters()))
-    same_in_both(list(module.parameters()))
 
 
 class Fail(nn.Module):

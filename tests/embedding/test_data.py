@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import os
-import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -115,33 +114,6 @@ def test_workers_may_be_forked_between_forward_and_backward(
             assert sum(len(pipe(other)) for other, _ in loader("fork")) == 12
         grads = torch.autograd.grad(y.square().sum(), list(pipe.parameters()))
     torch.testing.assert_close([grad.cpu() for grad in grads], list(expected))
-
-
-class Hold(nn.Module):
-    """A layer that blocks its worker in the middle of a task, until it is released."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.reached, self.go_on = threading.Event(), threading.Event()
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.reached.set()
-        assert self.go_on.wait(WAIT)
-        return torch.dropout(x, 0.0, True)
-
-
-def test_workers_may_be_forked_while_another_thread_is_inside_of_the_pipe() -> None:
-    hold = Hold()
-    results: list[Tensor] = []
-    x = torch.ones(2, 6)
-    with Pipe(nn.Sequential(hold, nn.Dropout(0.0)), [1, 1], devices=["cpu"] * 2) as pipe:
-        caller = threading.Thread(target=lambda: results.append(pipe(x)))
-        caller.start()
-        assert hold.reached.wait(WAIT)
-        rows = sum(len(batch) for batch, _ in loader("fork"))
-        hold.go_on.set()
-        caller.join(WAIT)
-    assert rows == 12 and torch.equal(results[0], x)
 
 
 def test_a_pipe_may_score_rows_in_a_worker_process() -> None:

@@ -26,13 +26,10 @@ IN_EACH_MODE = (
     "gradients_that_are_views_of_buckets_change_nothing",
     "gradients_accumulate_without_reduction_in_no_sync",
     "frozen_layers_stay_without_gradient",
-    "skips_go_through",
     "a_parameter_of_two_partitions_is_reduced_once",
     "a_layer_that_one_process_does_not_use_is_found",
-    "what_only_an_unused_skip_needs_has_no_gradient",
     "statistics_of_micro_batches_are_those_of_process_0",
     "statistics_that_are_deferred_are_those_of_process_0",
-    "a_process_may_run_out_of_inputs_in_join",
     "the_step_after_an_error_of_a_layer_is_right",
 )
 ONCE = (

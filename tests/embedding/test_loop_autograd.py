@@ -116,25 +116,6 @@ def test_gradients_by_autograd_grad_can_be_applied_by_hand(agree: Agree, checkpo
     agree(loop, checkpoint=checkpoint)
 
 
-@modes
-def test_a_penalty_on_the_gradient_of_the_input_trains_as_without_a_pipe(
-    agree: Agree, checkpoint: str
-) -> None:
-    def loop(model: nn.Module) -> list[float]:
-        optimizer = SGD(model.parameters(), lr=0.1)
-        losses = []
-        for x, target in batches(2):
-            optimizer.zero_grad()
-            loss = loss_of(model, x.requires_grad_(), target)
-            (grad,) = torch.autograd.grad(loss, x, create_graph=True)
-            (loss + grad.square().sum().to(loss.device)).backward()
-            optimizer.step()
-            losses.append(loss.item())
-        return losses
-
-    agree(loop, checkpoint=checkpoint)
-
-
 # Evaluation between steps -------------------------------------------------------------------------
 
 WITHOUT_GRAD: dict[str, Callable[[], Any]] = {

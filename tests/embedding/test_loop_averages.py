@@ -109,21 +109,3 @@ def test_update_bn_gives_a_pipe_with_deferred_statistics_those_of_the_module() -
     ) as pipe:
         update_bn(data, pipe)
     torch.testing.assert_close(module.state_dict(), plain.state_dict())
-
-
-@modes
-def test_a_copy_taken_between_forward_and_backward_is_a_pipe_without_that_graph(
-    agree: Agree, checkpoint: str
-) -> None:
-    def loop(model: nn.Module) -> list[Tensor]:
-        x, target = next(batches(1))
-        y = model(x)
-        copied = copy.deepcopy(model)
-        mse_loss(y, target.to(y.device)).backward()
-        assert all(p.grad is None for p in copied.parameters())
-        output: Tensor = copied(x)
-        if isinstance(copied, Pipe):
-            copied.close()
-        return [y, output]
-
-    agree(loop, checkpoint=checkpoint)

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_, get_total_norm
+from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from pipert import Pipe
@@ -132,27 +132,6 @@ def test_lbfgs_calls_its_closure_as_often_and_gets_as_far(
     agree(loop, checkpoint=checkpoint)
 
 
-# Accumulation -------------------------------------------------------------------------------------
-
-
-@modes
-@pytest.mark.parametrize("every", [1, 2, 3])
-def test_gradients_accumulate_over_mini_batches(agree: Agree, every: int, checkpoint: str) -> None:
-    def loop(model: nn.Module) -> list[float]:
-        optimizer = SGD(model.parameters(), lr=0.2, momentum=0.9)
-        losses = []
-        for k, (x, target) in enumerate(batches(6)):
-            loss = loss_of(model, x, target) / every
-            loss.backward()
-            losses.append(loss.item())
-            if (k + 1) % every == 0:
-                optimizer.step()
-                optimizer.zero_grad()
-        return losses
-
-    agree(loop, checkpoint=checkpoint)
-
-
 # Clipping -----------------------------------------------------------------------------------------
 
 
@@ -170,14 +149,5 @@ def test_gradients_are_clipped_by_the_norm_of_all_devices(
             optimizer.step()
         assert min(norms) > 0.1
         return norms
-
-    agree(loop)
-
-
-def test_the_total_norm_of_gradients_and_of_parameters_is_the_modules(agree: Agree) -> None:
-    def loop(model: nn.Module) -> list[Tensor]:
-        loss_of(model, *next(batches(1))).backward()
-        grads = [p.grad for p in model.parameters() if p.grad is not None]
-        return [get_total_norm(grads), get_total_norm(list(model.parameters()))]
 
     agree(loop)

@@ -108,14 +108,6 @@ def counted() -> nn.Sequential:
     return module
 
 
-def test_a_cached_parametrization_is_computed_once_for_all_micro_batches() -> None:
-    with Pipe(counted(), [2, 3], devices=["cpu"] * 2, chunks=3, checkpoint="never") as pipe:
-        Counted.calls = 0
-        with parametrize.cached():
-            pipe(next(batches(1))[0])
-    assert Counted.calls == 1
-
-
 @pytest.mark.parametrize("inside", [False, True], ids=["backward outside", "backward inside"])
 @pytest.mark.parametrize("checkpoint", ["always", "except_last"])
 def test_a_cached_parametrization_is_refused_where_it_is_recomputed(

@@ -244,26 +244,6 @@ def test_a_run_goes_on_with_parameters_that_are_assigned(
         same(train(run, batches()[BEFORE:]), uninterrupted(None))
 
 
-@pytest.mark.parametrize("deferred", [False, True])
-def test_assigned_running_statistics_are_those_that_are_updated(deferred: bool) -> None:
-    def normalised(seed: int) -> nn.Sequential:
-        torch.manual_seed(seed)
-        return nn.Sequential(linear(3, 4), nn.BatchNorm1d(4, dtype=torch.float64), linear(4, 2))
-
-    place, first, second = Place([1, 2], 2, "always"), normalised(0), normalised(1)
-    with placed(first, place, deferred_batch_norm=deferred) as pipe:
-        train(training(pipe), batches()[:BEFORE])
-        state = {name: tensor.clone() for name, tensor in pipe.state_dict().items()}
-        pipe(batches()[BEFORE])
-    with placed(second, place, deferred_batch_norm=deferred) as pipe:
-        pipe(batches()[0])  # statistics of its own, which go
-        pipe.load_state_dict(state, strict=True, assign=True)
-        pipe(batches()[BEFORE])
-    assert second[1].running_mean is state["1.running_mean"]
-    for name, tensor in first.state_dict().items():
-        assert torch.equal(tensor, second.state_dict()[name])
-
-
 # The whole pipe in a file.
 
 

@@ -105,16 +105,6 @@ def test_close_gives_up_after_its_timeout_and_names_the_worker() -> None:
         assert "in never_returns" in str(info.value)
 
 
-def test_close_can_be_repeated_when_the_layer_has_returned() -> None:
-    with Stuck() as stuck:
-        stuck.times_out()
-        with pytest.raises(PipelineTimeout):
-            stuck.pipe.close(timeout=SHORT)
-        stuck.let_go()
-        stuck.pipe.close(timeout=WAIT)
-        assert not any(thread.is_alive() for thread in stuck.pipe._runtime.pool._threads)
-
-
 @pytest.mark.parametrize("where", WHERES)
 def test_closing_a_stuck_pipe_ends_the_run_of_another_thread_when_the_layer_returns(
     where: str,
@@ -136,12 +126,6 @@ def test_the_end_of_a_with_statement_does_not_replace_what_is_being_raised() -> 
             stuck.times_out(lambda: stuck.pipe(stuck.x))
             raise LookupError
         assert "pipert-cpu-1" in "".join(logged.output)
-
-
-def test_the_end_of_a_with_statement_says_that_a_layer_does_not_return() -> None:
-    with Stuck(timeout=SHORT) as stuck, pytest.raises(PipelineTimeout, match="in never_returns"):
-        with stuck.pipe:
-            stuck.times_out(lambda: stuck.pipe(stuck.x))
 
 
 def test_the_last_reference_to_a_stuck_pipe_may_be_dropped() -> None:

@@ -375,10 +375,3 @@ def test_a_finalizer_may_close_the_queue_its_thread_is_inside_of(inside: str) ->
         with pytest.raises(QueueClosed):
             queue.get()
     assert k > 10, "no bytecode was interrupted"
-
-
-def test_the_repr_says_whether_it_is_open() -> None:
-    queue: ClosableQueue[int] = ClosableQueue()
-    before = repr(queue)
-    queue.close()
-    assert ("open" in before, "closed" in repr(queue)) == (True, True)

@@ -40,14 +40,6 @@ def test_a_worker_does_its_actions_of_a_diagonal_in_consecutive_ticks() -> None:
     ]  # fmt: skip
 
 
-def test_the_clock_cycle_leaves_the_backward_to_autograd() -> None:
-    assert not cycle(3, 2).goes_back
-
-
-def test_the_clock_cycle_has_no_recomputations() -> None:
-    assert plan_call(3, 2, (0, 1), recomputed=2).order == cycle(3, 2).order
-
-
 def test_a_plan_prints_as_a_grid() -> None:
     assert str(cycle(3, 2)).splitlines() == [
         "tick  0       1       2       3",

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from pipert.schedules import Plan, plan
 
@@ -74,19 +72,6 @@ def test_the_bubble_is_as_small_where_micro_batches_are_no_multiple_of_devices(
 ) -> None:
     ticks = 2 * v * max(m, d) + 2 * (d - 1)  # fewer than devices: nothing is faster than one way
     assert len(in_turns(m, d, v).ticks) <= ticks
-
-
-@settings(deadline=None, max_examples=50)
-@given(st.integers(1, 9), st.integers(1, 4), st.integers(1, 3), st.data())
-def test_a_recomputation_comes_directly_before_its_backward(
-    m: int, d: int, v: int, data: st.DataObject
-) -> None:
-    found = in_turns(m, d, v, data.draw(st.integers(1, m)))
-    for worker in range(d):
-        own = [action for action in found if found.placement[action.j] == worker]
-        for before, after in zip(own, own[1:], strict=False):
-            if before.kind == "R":
-                assert after == ("B", before.i, before.j)
 
 
 @pytest.mark.parametrize("m", [1, 3, 8])

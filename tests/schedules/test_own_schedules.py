@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import random
 from collections.abc import Iterator
 
 import pytest
@@ -44,24 +43,6 @@ def backwards(m: int, n: int, placement: tuple[int, ...]) -> Iterator[Tick]:
         yield from _back(i, reversed(range(n)))
 
 
-def crossed_there(m: int, n: int, placement: tuple[int, ...]) -> Iterator[Tick]:
-    """The first partition begins with the last micro-batch, the others with the first."""
-    yield from ([Action("F", i, 0)] for i in reversed(range(m)))
-    yield from ([Action("F", i, j)] for i in range(m) for j in range(1, n))
-    for i in range(m):
-        yield from _back(i, reversed(range(n)))
-
-
-def crossed_back(m: int, n: int, placement: tuple[int, ...]) -> Iterator[Tick]:
-    """The last partition goes back from the first micro-batch, the others from the last."""
-    for i in range(m):
-        yield from ([Action("F", i, j)] for j in range(n))
-    for i in range(m):
-        yield from _back(i, [n - 1])
-    for i in reversed(range(m)):
-        yield from _back(i, reversed(range(n - 1)))
-
-
 def recomputed_early(m: int, n: int, placement: tuple[int, ...]) -> Iterator[Tick]:
     """All recomputations at once."""
     for i in range(m):
@@ -70,36 +51,13 @@ def recomputed_early(m: int, n: int, placement: tuple[int, ...]) -> Iterator[Tic
     yield from ([Action("B", i, j)] for i in range(m) for j in reversed(range(n)))
 
 
-def shuffled(m: int, n: int, placement: tuple[int, ...]) -> Iterator[Tick]:
-    """Any action that can be done; one in a tick."""
-    left = [Action(kind, i, j) for kind in "FRB" for i in range(m) for j in range(n)]
-    done, dice = set[Action](), random.Random(5)
-    while left:
-        ready = [action for action in left if done.issuperset(_needs(action, n))]
-        chosen = dice.choice(ready)
-        left.remove(chosen)
-        done.add(chosen)
-        yield [chosen]
-
-
 def _back(i: int, partitions: Iterator[int] | list[int]) -> Iterator[Tick]:
     for j in partitions:
         yield [Action("R", i, j)]
         yield [Action("B", i, j)]
 
 
-def _needs(action: Action, n: int) -> list[Action]:
-    kind, i, j = action
-    if kind == "F":
-        return [Action("F", i, j - 1)] if j else []
-    needed = [Action("F", i, j)]
-    if kind == "B":
-        needed += [Action("R", i, j)] + ([Action("B", i, j + 1)] if j < n - 1 else [])
-    return needed
-
-
 SAME_ORDER = [one_by_one, first_to_last, backwards, recomputed_early, one_f_one_b]
-OTHER_ORDER = [crossed_there, crossed_back, shuffled]
 
 
 @pytest.mark.parametrize("checkpoint", MODES)
@@ -109,13 +67,6 @@ def test_a_step_by_a_schedule_of_ones_own_is_the_plain_modules(
     maker: object, balance: list[int], checkpoint: str
 ) -> None:
     _step_is_the_plain_modules(maker, balance, checkpoint)
-
-
-@pytest.mark.parametrize("maker", OTHER_ORDER)
-def test_a_schedule_whose_neighbours_differ_in_order_is_refused(maker: object) -> None:
-    """What goes from one to the other would be taken for another micro-batch's."""
-    with pytest.raises(ValueError, match="in the same order"):
-        _step_is_the_plain_modules(maker, [1, 1, 2], "never")
 
 
 def _step_is_the_plain_modules(maker: object, balance: list[int], checkpoint: str) -> None:
@@ -146,10 +97,3 @@ def test_a_schedule_that_breaks_a_rule_is_refused_before_a_layer_is_called() -> 
         with pytest.raises(ValueError, match="is not in it"):
             pipe.forward_backward(batch(2), loss_fn=mean, schedule=lacking)
         assert not called
-
-
-def test_the_pipe_is_usable_after_a_refused_schedule() -> None:
-    with Pipe(module(), [2, 2], devices=["cpu"] * 2, chunks=2) as pipe:
-        with pytest.raises(ValueError, match="in the same order"):
-            pipe.forward_backward(batch(4), loss_fn=mean, schedule=crossed_back)
-        assert pipe.forward_backward(batch(4), loss_fn=mean).dim() == 0

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from pipert.schedules import Action, Plan, gpipe, one_f_one_b, plan
+from pipert.schedules import Action, Plan, gpipe, plan
 from pipert.schedules.plan import plan_call
 
 named = pytest.mark.parametrize("name", ["gpipe", "1f1b", "eager-1f1b"])
@@ -82,12 +82,6 @@ def test_rule_3_two_actions_of_one_worker_in_a_tick_are_named() -> None:
     assert str(caught.value) == expected
 
 
-def test_rule_3_counts_workers_and_not_partitions() -> None:
-    lines = ticks("F00", "F01", "F10", "F11 B01", "B11", "B00", "B10")
-    with pytest.raises(ValueError, match=r"tick 3 has F\[1,1\], B\[0,1\]"):
-        Plan(2, 2, (0, 0), 0, lines)
-
-
 @pytest.mark.parametrize("kind", ["F", "B"])
 def test_rule_4_neighbours_that_differ_in_the_order_of_micro_batches_are_named(kind: str) -> None:
     there, back = ["F00", "F10", "F01", "F11"], ["B01", "B11", "B00", "B10"]
@@ -142,34 +136,12 @@ def test_eager_one_f_one_b_as_a_grid() -> None:
     )
 
 
-@pytest.mark.parametrize(("name", "meanwhile"), [("1f1b", "FB"), ("eager-1f1b", "FBFB")])
-def test_a_partition_knows_its_actions_until_the_gradient_of_an_input(
-    name: str, meanwhile: str
-) -> None:
-    """The partition before does ``BF`` in this time, and both ways over the link are in it."""
-    one = plan(name, 12, 3)
-    for j in (1, 2):
-        before, own = ([action for action in one if action.j == k] for k in (j - 1, j))
-        for i in range(6):  # of those in the steady state
-            released = before[before.index(Action("B", i, j - 1)) + 1]
-            start, end = own.index(Action("B", i, j)), own.index(Action("F", released.i, j))
-            assert "".join(action.kind for action in own[start + 1 : end]) == meanwhile
-
-
 def test_two_partitions_of_one_worker_share_its_row() -> None:
     assert str(plan("1f1b", 1, 3, (0, 0, 1))) == grid(
         "tick  0       1       2       3       4       5",
         "w=0   F[0,0]  F[0,1]                  B[0,1]  B[0,0]",
         "w=1                   F[0,2]  B[0,2]",
     )
-
-
-@named
-@pytest.mark.parametrize(("m", "n"), [(1, 1), (1, 4), (4, 1), (3, 2), (2, 3), (8, 4)])
-def test_schedules_with_a_worker_per_partition_are_as_short_as_possible(
-    name: str, m: int, n: int
-) -> None:
-    assert len(plan(name, m, n).ticks) == 2 * (m + n - 1)
 
 
 # Whatever the placement.
@@ -186,16 +158,6 @@ def test_a_step_goes_both_ways_if_some_go_forward_after_others_have_gone_back(
 
 def test_a_call_goes_one_way() -> None:
     assert not plan_call(4, 2, (0, 1)).goes_both_ways
-
-
-@named
-def test_a_recomputation_stands_right_before_its_backward_in_its_partition(name: str) -> None:
-    one = plan(name, 4, 3, recomputed=4)
-    for j in range(3):
-        own = [action for action in one if action.j == j]
-        for at, action in enumerate(own):
-            if action.kind == "R":
-                assert own[at + 1] == Action("B", action.i, j)
 
 
 @named
@@ -227,17 +189,6 @@ def test_a_schedule_may_be_made_by_a_function() -> None:
     )
 
 
-def test_a_function_that_makes_one_gets_the_placement() -> None:
-    seen: list[Any] = []
-
-    def maker(m: int, n: int, placement: tuple[int, ...]) -> Iterable[Iterable[Action]]:
-        seen.append((m, n, placement))
-        return one_f_one_b(m, n, placement)
-
-    plan(maker, 3, 2, [0, 0])
-    assert seen == [(3, 2, (0, 0))]
-
-
 def test_a_schedule_of_ones_own_is_checked_before_recomputations_are_left_out() -> None:
     def without(m: int, n: int, placement: tuple[int, ...]) -> Iterator[list[Action]]:
         yield [Action("F", 0, 0)]
@@ -245,11 +196,6 @@ def test_a_schedule_of_ones_own_is_checked_before_recomputations_are_left_out() 
 
     with pytest.raises(ValueError, match=r"B\[0,0\] is in tick 1 and needs R\[0,0\] before it"):
         plan(without, 1, 1)
-
-
-def test_the_same_ticks_are_checked_once_whoever_makes_them() -> None:
-    again = [plan(lambda *args: one_by_one(*args), 3, 2) for _ in range(2)]  # another each time
-    assert again[0] is again[1] is plan(one_by_one, 3, 2)
 
 
 class Trainer:
@@ -283,28 +229,6 @@ def test_a_schedule_that_is_neither_a_name_nor_a_function_is_refused(given: Any)
 def test_a_function_that_makes_something_else_is_refused(made: Any) -> None:
     with pytest.raises(TypeError, match=r"returns ticks, each a list of Action\(kind, i, j\)"):
         plan(lambda m, n, placement: made, 1, 1)
-
-
-def raises_in_the_call(m: int, n: int, placement: tuple[int, ...]) -> Any:
-    return m + "1"  # type: ignore[operator]
-
-
-def raises_on_the_way(m: int, n: int, placement: tuple[int, ...]) -> Any:
-    yield [Action("F", 0, 0)]
-    yield [len(m)]  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("maker", "text"),
-    [
-        (raises_in_the_call, "unsupported operand"), (raises_on_the_way, "has no len"),
-        (lambda m, n: [], "positional arguments? but 3 were given"),
-    ],
-)  # fmt: skip
-def test_an_error_of_the_function_itself_is_raised_as_it_is(maker: Any, text: str) -> None:
-    with pytest.raises(TypeError, match=text) as caught:
-        plan(maker, 1, 1)
-    assert "ticks" not in str(caught.value)
 
 
 def test_plain_tuples_are_made_actions() -> None:

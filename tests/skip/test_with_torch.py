@@ -148,7 +148,8 @@ def as_one_layer(module: nn.Sequential) -> nn.Sequential:
 @pytest.mark.usefixtures("forget_compiled")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    "compiled", [each_layer, pytest.param(in_place, marks=pytest.mark.sweep), as_one_layer]
+    "compiled",
+    [*[pytest.param(how, marks=pytest.mark.sweep) for how in (each_layer, in_place)], as_one_layer],
 )
 def test_a_compiled_model_trains_as_the_plain_model(
     compiled: Callable[[nn.Sequential], nn.Sequential],

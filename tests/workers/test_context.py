@@ -190,42 +190,6 @@ def test_R_leaves_the_context_of_the_backward_active(row: Row) -> None:
         assert after == row.inside
 
 
-# Autocast, as a training loop meets it
-
-
-def linear_pipe(checkpoint: str, chunks: int = 2) -> tuple[nn.Sequential, Pipe]:
-    module = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
-    return module, Pipe(
-        module, [2, 1], devices=["cpu", "cpu"], chunks=chunks, checkpoint=checkpoint
-    )
-
-
-checkpoints = pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
-
-
-@checkpoints
-@pytest.mark.parametrize("backward_inside", [False, True])
-def test_no_weight_is_used_as_it_was_before_the_optimizers_step(
-    checkpoint: str, backward_inside: bool
-) -> None:
-    module, pipe = linear_pipe(checkpoint)
-    x = torch.randn(4, 8)
-    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
-    with pipe:
-        for _ in range(2):
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = pipe(x).float().square().sum()
-                if backward_inside:
-                    loss.backward()
-            if not backward_inside:
-                loss.backward()
-            optimizer.step()
-        with torch.autocast("cpu", torch.bfloat16):
-            piped = pipe(x)
-        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
-            assert torch.equal(piped, torch.cat([module(half) for half in torch.split(x, 2)]))
-
-
 # Context variables
 
 
@@ -325,24 +289,6 @@ def test_tensors_not_saved_by_a_checkpointed_forward_do_not_reach_the_callers_ho
         with hooks():
             pipe(x)
     assert hooks.packed == 0
-
-
-# Intra-op threads
-
-
-@pytest.fixture
-def four_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(4)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("four_threads")
-def test_F_sees_the_callers_count_of_threads_shared_out_among_the_workers() -> None:
-    with Observed(torch.get_num_threads) as observed:
-        observed.train()
-        assert observed.take("F") == [2] * 4
 
 
 # Streams
