@@ -48,6 +48,8 @@ def borrowed(
     Determined in each run, since parameters may be replaced between runs: by loading with
     ``assign=True``, or by assigning one to a layer.
     """
+    if len(set(devices)) < 2:
+        return tuple(() for _ in partitions)
     owners: dict[nn.Parameter, torch.device] = {}
     found = []
     for partition, device in zip(partitions, devices, strict=True):

@@ -138,9 +138,7 @@ def _ends(
 
 def _borrowed(run: Run, model: Layered, step: Step | None) -> Sequence[Weights]:
     """Return the parameters of each partition for which a substitute is used."""
-    elsewhere: Sequence[Weights] = [()] * len(model.partitions)
-    if len(set(run.devices)) > 1:
-        elsewhere = borrowed(model.partitions, run.devices)
+    elsewhere = borrowed(model.partitions, run.devices)
     if step is None:
         return elsewhere
     pairs = zip(model.partitions, elsewhere, strict=True)
