@@ -7,7 +7,6 @@ end: it was idle while the input of its next task had not been computed there.
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,7 +19,6 @@ from pipert.distributed.rank_agreement import Agreement
 from pipert.distributed.rank_run import RankRuntime
 from pipert.observe.event import BACKWARD, FORWARD, RECOMPUTE, WAIT, Event
 from pipert.observe.recorder import Recording
-from pipert.timeline.advice import cores
 from pipert.timeline.timeline import Timeline
 
 __all__: list[str] = []
@@ -63,8 +61,8 @@ def record(runtime: RankRuntime, chunks: int) -> Iterator[Timeline]:
     is exchanged.
     """
     site, agreement = runtime.site, runtime.site.agreement
-    machines = agreement.agree((site.device, platform.node(), cores()), to="record()")
-    devices = [agreement.of(home, machines)[0] for home in site.homes]
+    device_of = agreement.agree(site.device, to="record()")
+    devices = [agreement.of(home, device_of) for home in site.homes]
     timeline = RankTimeline(site.homes, devices, chunks)
     recording = Recording([site.device])
     ahead = _seconds_ahead(agreement, recording)

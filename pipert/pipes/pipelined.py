@@ -29,7 +29,7 @@ from pipert.stage.assembly import Model
 from pipert.stage.loss import LossFunction, denominator_of, scale_of, split_step
 from pipert.stage.step import Step
 from pipert.status import Statistics
-from pipert.timeline.timeline import Record, Timeline
+from pipert.timeline.timeline import Timeline, record
 from pipert.workers.context import refuse_transforms
 
 __all__: list[str] = []
@@ -111,7 +111,7 @@ class Pipelined(Placed):
             stats.commit()
         return outputs
 
-    def record(self) -> AbstractContextManager[Timeline, None]:
+    def record(self) -> AbstractContextManager[Timeline]:
         """Record what each device does in the calls that begin inside the block.
 
         >>> with pipe.record() as timeline:  # doctest: +SKIP
@@ -124,7 +124,7 @@ class Pipelined(Placed):
         """
         runtime = self._runtime
         layout = runtime.devices, runtime.workers, self._balance, self._chunks
-        return Record(runtime.counters, *layout)
+        return record(runtime.counters, *layout)
 
     def statistics(self) -> Statistics:
         """Return counts of what the pipe has done, and what its workers do now. Thread-safe."""

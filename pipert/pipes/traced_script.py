@@ -13,10 +13,8 @@ import os
 import runpy
 import sys
 import threading
-import types
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from pipert.observe.observers import Observer, RunInfo
 from pipert.pipes.pipelined import Pipelined, when_made
@@ -38,11 +36,8 @@ class _Traced(Observer):
         self._last = skip + calls
         self.timeline: Timeline | None = None
         if skip == 0:
-            self._begin()
+            self.timeline = self._open.enter_context(self._recording)
         pipe.add_observer(self)
-
-    def _begin(self) -> None:
-        self.timeline = self._open.enter_context(self._recording)
 
     def run_started(self, run: RunInfo) -> None:
         if run.number == self._last:
@@ -50,7 +45,7 @@ class _Traced(Observer):
 
     def run_finished(self, run: RunInfo, seconds: float, outcome: str) -> None:
         if run.number == self._skip - 1:
-            self._begin()
+            self.timeline = self._open.enter_context(self._recording)
 
     def end(self) -> Timeline | None:
         """Stop recording, and return the timeline, if anything is in it."""
@@ -86,12 +81,7 @@ def add_parser(tools: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 
 
 def _check(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Refuse up front what cannot be run now, or written at the end."""
-    if arguments.is_module:
-        if not _is_module(arguments.script):
-            parser.error(f"there is no module {arguments.script}")
-    elif not Path(arguments.script).is_file():
-        parser.error(f"there is no script {arguments.script}")
+    """Refuse up front what cannot be written at the end."""
     if arguments.skip < 0 or arguments.calls < 1:
         parser.error("--skip must not be negative, and --calls must be positive")
     for option, path in (("--out", arguments.out), ("--plot", arguments.plot)):
@@ -102,13 +92,6 @@ def _check(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> No
             parser.error(f"--plot must end with .png, .svg or .pdf, not {arguments.plot.name}")
         if importlib.util.find_spec("matplotlib") is None:
             parser.error("--plot needs matplotlib: pip install matplotlib")
-
-
-def _is_module(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is not None
-    except (ModuleNotFoundError, ValueError):  # its package is missing, or the name is invalid
-        return False
 
 
 def _numbered(path: Path, number: int) -> Path:
@@ -171,15 +154,10 @@ def _trace(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> in
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    """Run the script as ``__main__``."""
+    """Run the script as ``__main__``, where pickle and spawned processes look."""
     sys.argv = [arguments.script, *arguments.arguments]
-    module = types.ModuleType("__main__")
-    sys.modules["__main__"] = module  # where pickle and spawned processes look
     if arguments.is_module:  # sys.path begins with the working directory, as under python -m
-        run_as_main: Any = runpy._run_module_as_main  # type: ignore[attr-defined]
-        run_as_main(arguments.script)
-        return
-    script = Path(arguments.script).absolute()
-    sys.path[0] = str(script.parent)
-    module.__file__ = str(script)
-    exec(compile(script.read_bytes(), script, "exec"), module.__dict__)
+        runpy.run_module(arguments.script, run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = str(Path(arguments.script).absolute().parent)
+        runpy.run_path(arguments.script, run_name="__main__")

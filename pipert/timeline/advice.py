@@ -4,13 +4,12 @@ The prediction simulates a step with the measured times of its tasks. Forward ta
 clock's order, each when its input has arrived and its worker is free. The backward runs in reverse:
 each device runs its part when it is free, or, on CPU, one autograd thread runs the parts of all
 partitions one after the other. A schedule that interleaves forward and backward takes as long as
-one that does not, if partitions are alike. CPU workers compute no more at a time than their cores
-can. Copies are free. The loss, the optimizer and the data are left out.
+one that does not, if partitions are alike. Copies are free. The loss, the optimizer and the data
+are left out. Nothing is predicted for more CPU workers than there are cores.
 """
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -27,13 +26,6 @@ __all__ = ["Advice", "Costs"]
 _WORTHWHILE = 0.05  # smaller savings are within the noise of the measurements
 _MUCH_OUTSIDE = 0.3
 _SHORT = 300e-6  # s; such a task takes little longer than the overhead of running it
-
-
-def cores() -> int:
-    """Returns the number of cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +45,6 @@ class Costs:
     def times(self, factor: float) -> Costs:
         """Returns the costs multiplied by ``factor``."""
         return Costs(self.forward * factor, self.recompute * factor, self.backward * factor)
-
-    def __add__(self, other: Costs) -> Costs:
-        return Costs(
-            self.forward + other.forward,
-            self.recompute + other.recompute,
-            self.backward + other.backward,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,15 +78,6 @@ class Observations:
     """The share of time in which the pipe was not at work."""
     one_thread: bool
     """Whether one thread runs the backward of all partitions."""
-    cores: int
-    """The number of cores this process may use."""
-
-    @property
-    def concurrency(self) -> float:
-        """The number of workers that can compute at the same time, each on its share of threads."""
-        if any(device.type != "cpu" for device in self.devices):
-            return math.inf
-        return max(1.0, self.cores / max(1, torch.get_num_threads() // len(self.lanes)))
 
     def predict_step(self, m: int | None = None, costs: Sequence[Costs] | None = None) -> float:
         """Predicts the seconds from the first forward to the last backward task of a step."""
@@ -109,9 +85,7 @@ class Observations:
         forward = [cost.forward for cost in costs]
         backward = [cost.recompute + cost.backward for cost in costs]
         workers = [0] * len(costs) if self.one_thread else self.workers
-        ends = _last_end(m, forward, self.workers), _last_end(m, backward[::-1], workers[::-1])
-        least = [m * sum(seconds) / self.concurrency for seconds in (forward, backward)]
-        return sum(map(max, ends, least))
+        return _last_end(m, forward, self.workers) + _last_end(m, backward[::-1], workers[::-1])
 
 
 def _last_end(m: int, seconds: Sequence[float], workers: Sequence[int]) -> float:
@@ -122,11 +96,9 @@ def _last_end(m: int, seconds: Sequence[float], workers: Sequence[int]) -> float
 
 def advise(seen: Observations) -> tuple[Advice, ...]:
     """Returns the worthwhile changes, largest gain first."""
-    found = list(_outside(seen))
-    if all(cost.forward > 0 for cost in seen.costs):  # each partition has run
-        found += [*_balance(seen), *_checkpoint(seen)]
-        short = list(_short_tasks(seen))
-        found += [*(short or _chunks(seen)), *_cores(seen)]
+    found = [*_outside(seen), *(crowded := [*_cores(seen)])]
+    if not crowded and all(cost.forward > 0 for cost in seen.costs):  # each partition has run
+        found += [*_balance(seen), *_checkpoint(seen), *([*_short_tasks(seen)] or _chunks(seen))]
     return tuple(sorted(found, key=lambda advice: -advice.gain))
 
 
@@ -171,8 +143,9 @@ def _layer_costs(costs: Sequence[Costs], layers: Sequence[Sequence[float]]) -> l
 
 def _partition_costs(costs: Sequence[Costs], balance: Sequence[int]) -> list[Costs]:
     """Adds up the layers' costs in each partition of ``balance``."""
-    layers = iter(costs)
-    return [sum(islice(layers, count), Costs(0.0, 0.0, 0.0)) for count in balance]
+    layers = iter([(c.forward, c.recompute, c.backward) for c in costs])
+    each = [zip(*islice(layers, count), strict=True) for count in balance]
+    return [Costs(*map(sum, kinds)) for kinds in each]
 
 
 def _chunks(seen: Observations) -> Iterator[Advice]:
@@ -197,10 +170,11 @@ def _short_tasks(seen: Observations) -> Iterator[Advice]:
 
 
 def _cores(seen: Observations) -> Iterator[Advice]:
-    if len(seen.lanes) > seen.concurrency:
+    cores = os.cpu_count() or 1
+    if all(device.type == "cpu" for device in seen.devices) and len(seen.lanes) > cores:
         text = (
-            f"{len(seen.lanes)} CPU workers share {seen.cores} core{'s' * (seen.cores != 1)}: as "
-            "many partitions as cores may be faster, or more cores"
+            f"{len(seen.lanes)} CPU workers share {cores} core{'s' * (cores != 1)}: as many "
+            "partitions as cores may be faster, or more cores"
         )
         yield Advice("cores", text)
 

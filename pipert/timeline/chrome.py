@@ -1,8 +1,7 @@
 """Converts a timeline to the Trace Event Format, which Perfetto and ``chrome://tracing`` read.
 
 In the trace each device has a thread for its computation and one for its copies, and more where
-events overlap, since the boxes of one thread must not. Arrows go from ``F[i,j]`` to ``F[i,j+1]``
-and from ``B[i,j+1]`` to ``B[i,j]``, through the copy if there is one.
+events overlap, since the boxes of one thread must not.
 """
 
 from __future__ import annotations
@@ -36,19 +35,7 @@ def chrome_trace(
     for (worker, copies, track), number in numbers.items():
         name = lanes[worker] + " copies" * copies + f" ({track + 1})" * bool(track)
         records.append(_name("thread_name", name, number))
-    tids = {id(event): numbers[thread] for event, thread in zip(events, threads, strict=True)}
-    records += [_slice(event, tids[id(event)]) for event in events]
-    for number, (before, after) in enumerate(_arrows(events)):
-        # Inside both boxes, and never backwards: an input may arrive before its producer has ended.
-        middle = before.start + before.seconds / 2
-        start = max(middle, min(before.end - 1e-7, after.start))
-        end = max(start, after.start)
-        if end <= after.end:
-            shared = {"pid": 0, "id": number, "name": "then", "cat": "order"}
-            ends = ({"ph": "s"}, start, before), ({"ph": "f", "bp": "e"}, end, after)
-            for phase, moment, event in ends:
-                where = {"ts": _microseconds(moment), "tid": tids[id(event)]}
-                records.append({**shared, **phase, **where})
+    records += [_slice(e, numbers[thread]) for e, thread in zip(events, threads, strict=True)]
     return {"traceEvents": records, "displayTimeUnit": "ms"}
 
 
@@ -73,11 +60,8 @@ def _name(kind: str, name: str, thread: int) -> Record:
     return {"ph": "M", "pid": 0, "tid": thread, "name": kind, "args": {"name": name}}
 
 
-def _microseconds(seconds: float) -> float:
-    return round(1e6 * seconds, 3)
-
-
 def _slice(event: Event, thread: int) -> Record:
+    start, end = (round(1e6 * seconds, 3) for seconds in (event.start, event.end))
     args: Record = {
         "run": event.run, "micro_batch": event.micro_batch, "partition": event.partition,
         "clock": event.clock, "device": str(event.device),
@@ -91,31 +75,7 @@ def _slice(event: Event, thread: int) -> Record:
         "name": event.name,
         "cat": event.kind,
         "cname": _COLOURS[event.kind],
-        "ts": _microseconds(event.start),
-        "dur": round(_microseconds(event.end) - _microseconds(event.start), 3),
+        "ts": start,
+        "dur": round(end - start, 3),  # so that rounding pushes no box into the next one
         "args": args,
     }
-
-
-def _arrows(events: Sequence[Event]) -> list[tuple[Event, Event]]:
-    """Returns pairs of events of which the second needs the first one's result."""
-    tasks: dict[tuple[str, int, int, int], Event] = {}
-    for event in events:  # of a backward that is split or runs twice, the last piece counts
-        if event.kind in (FORWARD, BACKWARD):
-            tasks[event.kind, event.run, event.micro_batch, event.partition] = event
-    arrows, copied = [], set()
-    for copy in events:
-        if copy.kind != COPY or copy.origin is None or copy.origin == copy.partition:
-            continue
-        kind = FORWARD if copy.origin < copy.partition else BACKWARD
-        before = tasks.get((kind, copy.run, copy.micro_batch, copy.origin))
-        after = tasks.get((kind, copy.run, copy.micro_batch, copy.partition))
-        if before is not None and after is not None:
-            arrows += [(before, copy), (copy, after)]
-            copied.add((kind, copy.run, copy.micro_batch, copy.origin, copy.partition))
-    for (kind, run, i, j), before in tasks.items():
-        neighbour = j + 1 if kind == FORWARD else j - 1
-        after = tasks.get((kind, run, i, neighbour))
-        if after is not None and (kind, run, i, j, neighbour) not in copied:
-            arrows.append((before, after))
-    return arrows

@@ -94,7 +94,6 @@ def make_report(
     chunks: int | None,
     steps: frozenset[int],
     failed: frozenset[int],
-    cores: int,
 ) -> Report:
     """Makes the result of :meth:`Timeline.report`."""
     sizes, incomplete = _calls(events, len(devices), steps, failed)
@@ -120,7 +119,7 @@ def make_report(
     one_thread = not stepped and all(device.type == "cpu" for device in devices)
     ideal = (n - 1) / (m + n - 1)
     ideal_backward = (n - 1) / n if one_thread else ideal
-    seen = Observations(m, chunks, costs, lanes, workers, devices, layers, share, one_thread, cores)
+    seen = Observations(m, chunks, costs, lanes, workers, devices, layers, share, one_thread)
     return Report(
         calls=len(sizes),
         incomplete=len(incomplete),
@@ -234,11 +233,9 @@ def _costs(events: Sequence[Event], n: int) -> tuple[Costs, ...]:
 
 
 def _headline(report: Report) -> str:
-    calls, left_out = _count(report.calls, "call"), ""
-    if report.incomplete:
-        left_out = f" ({_count(report.incomplete, 'incomplete call')} left out)"
+    left_out = f" ({report.incomplete} incomplete left out)" if report.incomplete else ""
     return (
-        f"{calls} of {_count(report.micro_batches, 'micro-batch', 'es')} on "
+        f"{_count(report.calls, 'call')} of {_count(report.micro_batches, 'micro-batch', 'es')} on "
         f"{_count(len(report.devices), 'device')} in {report.seconds:.3f} s{left_out}. The pipe "
         f"was at work for {100 - _percent(report.outside, report.seconds)}% of that, and in this "
         "time each device was"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -13,7 +13,6 @@ from pipert.model.devices import assign_workers
 from pipert.observe.counters import Counters
 from pipert.observe.event import KINDS, Event
 from pipert.observe.recorder import Recording
-from pipert.timeline.advice import cores
 from pipert.timeline.chrome import chrome_trace
 from pipert.timeline.picture import save_picture
 from pipert.timeline.report import Report, make_report
@@ -57,17 +56,12 @@ class Timeline:
         self._chunks = chunks
         self._steps = frozenset(steps)
         self._failed = frozenset(failed)
-        self._cores = cores()  # CPU workers share them
         n = len(self._devices)
-        if len(self._workers) != n or {*self._workers} != {*range(len({*self._workers}))}:
-            raise ValueError(
-                f"workers must have a number for each of the {n} devices, counted from 0 without "
-                f"gaps, got {list(self._workers)}"
-            )
-        if layers is not None and (len(layers) != n or not all(map(len, layers))):
-            raise ValueError(f"layers must have a list of seconds for each of the {n} partitions")
+        if len(self._workers) != n or layers is not None and len(layers) != n:
+            raise ValueError(f"workers and layers must have an entry for each of the {n} devices")
         for event in self._events:
-            _check(event, n)
+            if event.kind not in KINDS or not 0 <= event.partition < n:
+                raise ValueError(f"{event} is of no kind in {KINDS}, or not in {n} partitions")
 
     @property
     def events(self) -> tuple[Event, ...]:
@@ -117,14 +111,13 @@ class Timeline:
         """
         return make_report(
             self.events, self.lanes, self._workers, self._devices, self.layer_seconds,
-            self._chunks, self.steps, self.failed, self._cores,
+            self._chunks, self.steps, self.failed,
         )  # fmt: skip
 
     def save(self, path: str | Path) -> None:
         """Write a trace that Perfetto (https://ui.perfetto.dev) and ``chrome://tracing`` open.
 
-        It has a lane for each device's computation and one for its copies, and arrows from task to
-        task.
+        It has a lane for each device's computation and one for its copies.
         """
         trace = chrome_trace(self.events, self.lanes, self._workers)
         Path(path).write_text(json.dumps(trace), encoding="utf-8")
@@ -183,42 +176,18 @@ class LiveTimeline(Timeline):
         return seconds if all(seconds) else None
 
 
-class Record:
-    """The result of ``pipe.record()``: a reusable context; each entry yields a new timeline."""
-
-    def __init__(
-        self,
-        counters: Counters,
-        devices: Sequence[torch.device],
-        workers: Sequence[int],
-        balance: Sequence[int],
-        chunks: int,
-    ) -> None:
-        self._counters = counters
-        self._settings = devices, workers, balance, chunks
-        self._open: list[Recording] = []
-
-    def __enter__(self) -> Timeline:
-        devices, workers, balance, chunks = self._settings
-        recording = Recording(devices)
-        self._open.append(recording)
-        self._counters.start_recording(recording)
-        return LiveTimeline(recording, devices, workers, balance, chunks)
-
-    def __exit__(self, *_: object) -> None:
-        self._counters.stop_recording(self._open.pop())
-
-    def __repr__(self) -> str:
-        return f"<Record, {'open' if self._open else 'not open'}>"
-
-
-def _check(event: Event, n: int) -> None:
-    wrong = ""
-    if event.kind not in KINDS:
-        wrong = f"a kind that is none of {list(KINDS)}"
-    elif not (event.micro_batch >= 0 and 0 <= event.partition < n):
-        wrong = f"no place in {n} partitions"
-    elif not (math.isfinite(event.start) and event.start <= event.end < math.inf):
-        wrong = "no start, or an end before it"
-    if wrong:
-        raise ValueError(f"{event} has {wrong}")
+@contextmanager
+def record(
+    counters: Counters,
+    devices: Sequence[torch.device],
+    workers: Sequence[int],
+    balance: Sequence[int],
+    chunks: int,
+) -> Iterator[Timeline]:
+    """Record the calls of a pipe that begin inside the block; references only its counters."""
+    recording = Recording(devices)
+    counters.start_recording(recording)
+    try:
+        yield LiveTimeline(recording, devices, workers, balance, chunks)
+    finally:
+        counters.stop_recording(recording)

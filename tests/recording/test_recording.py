@@ -125,18 +125,6 @@ def test_work_of_the_caller_is_no_part_of_a_recorded_backward() -> None:
     assert {span.j for span in spans if span.kind == "backward"} == {0, 1}
 
 
-def test_a_recording_may_be_entered_again_and_without_with() -> None:
-    with pipe_of(model()) as pipe:
-        record = pipe.record()
-        timeline = record.__enter__()
-        pipe(batch())
-        record.__exit__(None, None, None)
-        with record as second:
-            pipe(batch())
-    assert {event.run for event in timeline.events} == {0}
-    assert {event.run for event in second.events} == {1}
-
-
 def test_no_event_is_recorded_after_the_end_of_the_block() -> None:
     with pipe_of(model()) as pipe:
         with pipe.record() as timeline:

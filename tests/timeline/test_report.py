@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from pipert import Event, Timeline
-from pipert.timeline import timeline
 from pipert.timeline.intervals import length, overlap, union
 
 CPU = torch.device("cpu")
@@ -148,7 +147,7 @@ def test_more_chunks_are_advised_while_they_pay() -> None:
 def test_no_more_chunks_are_advised_to_workers_that_share_cores(
     cores: int, kinds: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(timeline, "cores", lambda: cores)
+    monkeypatch.setattr("os.cpu_count", lambda: cores)
     events = on_cpu(grid([1.0] * 4, 4))
     advice = Timeline(events, [f"cpu:{k}" for k in range(4)]).report().advice
     assert [one.kind for one in advice] == kinds
@@ -226,8 +225,7 @@ def test_calls_that_are_not_complete_are_left_out() -> None:
     broken = [event for event in grid([1.0, 1.0], 2, at=10.0, run=1) if event.name != "F[1,1]"]
     report = Timeline([*grid([1.0, 1.0], 2), *broken], CUDA[:2]).report()
     assert (report.calls, report.incomplete, report.seconds) == (1, 1, 3.0)
-    assert "1 call of 2 micro-batches on 2 devices" in str(report)
-    assert "(1 incomplete call left out)" in str(report)
+    assert "1 call of 2 micro-batches on 2 devices in 3.000 s (1 incomplete left out)" in str(report)
 
 
 def test_micro_batches_are_those_of_most_calls() -> None:
@@ -259,31 +257,17 @@ def test_a_timeline_without_forward_tasks_has_no_report() -> None:
         Timeline([], [CPU]).report()
 
 
-@pytest.mark.parametrize(
-    "event, wrong",
-    [
-        (Event("forward", 0, 2, CPU, 0.0, 1.0), "no place in 2 partitions"),
-        (Event("forward", -1, 0, CPU, 0.0, 1.0), "no place in 2 partitions"),
-        (Event("forwards", 0, 0, CPU, 0.0, 1.0), "a kind that is none of"),
-        (Event("forward", 0, 0, CPU, 1.0, 0.5), "no start, or an end before it"),
-        (Event("forward", 0, 0, CPU, float("nan"), 1.0), "no start, or an end before it"),
-    ],
-)
-def test_events_that_cannot_be_are_refused(event: Event, wrong: str) -> None:
-    with pytest.raises(ValueError, match=wrong):
-        Timeline([event], [CPU, CPU])
+@pytest.mark.parametrize(("kind", "partition"), [("forward", 2), ("forwards", 0)])
+def test_events_that_cannot_be_are_refused(kind: str, partition: int) -> None:
+    with pytest.raises(ValueError, match=f"'{kind}', .*, or not in 2 partitions"):
+        Timeline([Event(kind, 0, partition, CPU, 0.0, 1.0)], [CPU, CPU])
 
 
-@pytest.mark.parametrize("workers", [[0], [0, 5], [1, 2]])
-def test_workers_must_be_numbers_without_gaps_for_each_device(workers: list[int]) -> None:
+def test_workers_and_layers_must_be_there_for_each_device() -> None:
     with pytest.raises(ValueError, match="for each of the 2 devices"):
-        Timeline([], [CPU, CPU], workers)
-
-
-@pytest.mark.parametrize("layers", [[[1.0]], [[1.0], []]])
-def test_layers_must_be_there_for_each_partition(layers: list[list[float]]) -> None:
-    with pytest.raises(ValueError, match="for each of the 2 partitions"):
-        Timeline([], [CPU, CPU], layers=layers)
+        Timeline([], [CPU, CPU], workers=[0])
+    with pytest.raises(ValueError, match="for each of the 2 devices"):
+        Timeline([], [CPU, CPU], layers=[[1.0]])
 
 
 def test_intervals_are_merged_and_measured() -> None:

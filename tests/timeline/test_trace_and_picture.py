@@ -8,17 +8,15 @@ import os
 import shutil
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import pipert
-from pipert import Event, Pipe, Timeline
+from pipert import Event, Timeline
 from pipert.__main__ import main
 from tests import scripts
 
@@ -66,43 +64,6 @@ def test_each_device_has_a_lane_for_what_it_computes_and_one_for_its_copies(tmp_
     }  # fmt: skip
 
 
-def box_at(records: list[dict[str, Any]], arrow: dict[str, Any]) -> str:
-    """The name of the box that an end of an arrow is in."""
-    inside = [
-        record["name"]
-        for record in records
-        if record["ph"] == "X"
-        and record["tid"] == arrow["tid"]
-        and record["ts"] <= arrow["ts"] < record["ts"] + record["dur"]
-    ]
-    return str(inside[0])
-
-
-def arrows(records: list[dict[str, Any]]) -> Counter[tuple[str, str]]:
-    ends: dict[int, dict[str, str]] = {}
-    for record in records:
-        if record["ph"] in "sf":
-            ends.setdefault(record["id"], {})[record["ph"]] = box_at(records, record)
-    return Counter((ends[number]["s"], ends[number]["f"]) for number in ends)
-
-
-def test_arrows_go_from_task_to_task_by_way_of_the_copy(tmp_path: Path) -> None:
-    records = saved(Timeline(EVENTS, CUDA), tmp_path / "trace.json")
-    there = [("F[0,0]", "copy 0: 0 to 1"), ("copy 0: 0 to 1", "F[0,1]")]
-    back = [("B[0,1]", "copy 0: 1 to 0"), ("copy 0: 1 to 0", "B[0,0]")]
-    assert arrows(records) == Counter([*there, *back])
-
-
-def test_arrows_of_a_real_pipe_go_from_each_task_to_the_next(tmp_path: Path) -> None:
-    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    with Pipe(module, [1, 1], devices=["cpu", "cpu"], chunks=2) as pipe:
-        with pipe.record() as timeline:
-            pipe(torch.ones(2, 4)).sum().backward()
-    found = arrows(saved(timeline, tmp_path / "trace.json"))
-    expected = [(f"F[{i},0]", f"F[{i},1]") for i in range(2)]
-    assert found == Counter([*expected, *[(f"B[{i},1]", f"B[{i},0]") for i in range(2)]])
-
-
 def test_boxes_of_one_thread_do_not_overlap(tmp_path: Path) -> None:
     # Two callers go backward at once; and starts and ends that rounding could push into each other.
     events = [Event("forward", i, 0, CUDA[0], i / 7, (i + 1) / 7) for i in range(50)]
@@ -117,26 +78,6 @@ def test_boxes_of_one_thread_do_not_overlap(tmp_path: Path) -> None:
     for boxes in threads.values():
         boxes.sort()
         assert all(one[1] <= after[0] for one, after in zip(boxes, boxes[1:], strict=False))
-
-
-def test_no_arrow_goes_back_in_time(tmp_path: Path) -> None:
-    early = [
-        Event("backward", 0, 1, CUDA[1], 0.0, 2.0),
-        Event("backward", 0, 0, CUDA[0], 1.0, 3.0),  # what it needs was there before all was over
-    ]
-    records = saved(Timeline(early, CUDA), tmp_path / "trace.json")
-    (start,) = (record for record in records if record["ph"] == "s")
-    (end,) = (record for record in records if record["ph"] == "f")
-    assert start["ts"] <= end["ts"]
-    assert (box_at(records, start), box_at(records, end)) == ("B[0,1]", "B[0,0]")
-
-
-def test_gradients_that_go_back_to_the_caller_have_no_arrow(tmp_path: Path) -> None:
-    events = [
-        Event("backward", 0, 0, CUDA[0], 0.0, 1.0),
-        Event("copy", 0, 0, CUDA[1], 1.0, 1.5, source=CUDA[0], origin=0, bytes=4),
-    ]
-    assert not arrows(saved(Timeline(events, CUDA), tmp_path / "trace.json"))
 
 
 needs_matplotlib = pytest.mark.skipif(
@@ -243,13 +184,6 @@ def test_a_traced_module_finds_its_package_and_its_name(tmp_path: Path) -> None:
     assert "beside __main__ package.training" in ended.stdout
     assert f"done ['{there}', '1', '--own', 'option']" in ended.stdout
     assert runs_in(tmp_path / "here.json") == {2, 3, 4}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["nowhere", "nowhere.training", "script.py"])
-def test_a_module_that_is_not_there_is_refused(tmp_path: Path, name: str) -> None:
-    ended = run_traced(tmp_path, what=["-m", name])
-    assert ended.returncode == 2 and f"there is no module {name}" in ended.stderr
 
 
 def runs_in(path: Path) -> set[int]:
