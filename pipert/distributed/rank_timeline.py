@@ -41,7 +41,7 @@ class RankTimeline(Timeline):
 
     def fill(
         self, events: list[Event], layers: Mapping[int, list[float]], steps: set[int],
-        failed: set[int], cores: int,
+        failed: set[int],
     ) -> None:  # fmt: skip
         """Take the recordings of all ranks."""
         events.sort(key=lambda event: (event.start, event.end))
@@ -50,7 +50,6 @@ class RankTimeline(Timeline):
         all_known = known if len(known) == len(self.devices) else None
         about = self.devices, self._workers, all_known, self._chunks, steps, failed
         super().__init__(shown, *about)
-        self._cores = cores
 
 
 @contextmanager
@@ -85,7 +84,6 @@ def record(runtime: RankRuntime, chunks: int) -> Iterator[Timeline]:
         {j: seconds for _, layers, *_ in parts for j, seconds in layers.items()},
         set().union(*[steps for *_, steps, _ in parts]),
         set().union(*[failed for *_, failed in parts]),
-        sum(dict([(node, count) for _, node, count in machines]).values()),
     )
 
 

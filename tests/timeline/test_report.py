@@ -225,7 +225,8 @@ def test_calls_that_are_not_complete_are_left_out() -> None:
     broken = [event for event in grid([1.0, 1.0], 2, at=10.0, run=1) if event.name != "F[1,1]"]
     report = Timeline([*grid([1.0, 1.0], 2), *broken], CUDA[:2]).report()
     assert (report.calls, report.incomplete, report.seconds) == (1, 1, 3.0)
-    assert "1 call of 2 micro-batches on 2 devices in 3.000 s (1 incomplete left out)" in str(report)
+    assert "1 call of 2 micro-batches on 2 devices" in str(report)
+    assert "(1 incomplete left out)" in str(report)
 
 
 def test_micro_batches_are_those_of_most_calls() -> None:
