@@ -111,7 +111,8 @@ class Pipe(nn.Module):
             verify_skippables(module)
             balance = [whole(count, "each entry of balance") for count in require_balance(balance)]
             check_balance(module, balance, len(balance))
-            chosen = check_checkpoint(checkpoint) or _DEFAULTS.get(schedule, "never")
+            default = "except_last" if schedule == "gpipe" else "never"
+            chosen = check_checkpoint(checkpoint) or default
             schedule = check_schedule(schedule, len(balance), len(ranks), chosen)
             check_batch_norm(module, deferred_batch_norm)
             settings = check_chunks(chunks), chosen, schedule, bool(deferred_batch_norm)
@@ -260,6 +261,3 @@ class Pipe(nn.Module):
         """Say which partitions are here."""
         here, site = list(self._runtime.parts.modules), self._runtime.site
         return f"partitions {here} of {len(site.homes)}, on {site.device}"
-
-
-_DEFAULTS = {"gpipe": "except_last"}

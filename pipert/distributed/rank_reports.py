@@ -79,16 +79,6 @@ class RankReport(NamedTuple):
     """Likewise of the target, if it has rows, from the last rank."""
 
 
-class RankWork(NamedTuple):
-    """What a rank has for a mini-batch, checked as far as it can be alone."""
-
-    report: RankReport
-    inputs: list[Value]
-    """The input of each micro-batch; only on the first rank."""
-    make_loss: Callable[[Sequence[int]], Loss] | None
-    """Makes the loss, from the number of rows in each micro-batch; only on a step's last rank."""
-
-
 def prepare(
     site: Site,
     modules: Mapping[int, nn.Module],
@@ -97,8 +87,13 @@ def prepare(
     settings: RankSettings,
     step: StepArguments | None,
     tied: dict[int, bool],
-) -> RankWork:
-    """Check what this rank has for a mini-batch, and split it into micro-batches."""
+) -> tuple[RankReport, list[Value], Callable[[Sequence[int]], Loss] | None]:
+    """Check what this rank has for a mini-batch, and split it into micro-batches.
+
+    Returns:
+        The report; the input of each micro-batch, on the first rank; and on the last one of a step
+        what makes the loss, from the number of rows in each micro-batch.
+    """
     refuse_compilation()
     refuse_transforms()
     compute_cached(modules.values())
@@ -128,7 +123,7 @@ def prepare(
     autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
     in_common = kind, mode, f"autocast={autocast}", *settings
     report = RankReport(in_common, tied, next_seed(), sizes, target_sizes)
-    return RankWork(report, inputs, loss_of_sizes)
+    return report, inputs, loss_of_sizes
 
 
 def check(site: Site, reports: Sequence[RankReport]) -> None:

@@ -77,8 +77,9 @@ class RankRuntime:
         agreement, modules = self.site.agreement, self.parts.modules
         with agreement.agreeing("a mini-batch") as reports:
             tied = {one.number: one.parameter.requires_grad for one in self.tied}
-            work = prepare(self.site, modules, args, kwargs, settings, step, tied)
-            reports.append(work.report)
+            given = args, kwargs, settings, step, tied
+            report, inputs, make_loss = prepare(self.site, modules, *given)
+            reports.append(report)
         check(self.site, reports)
         first: RankReport = agreement.of(self.site.homes[0], reports)
         m, n = len(first.sizes), len(self.site.homes)
@@ -86,14 +87,14 @@ class RankRuntime:
         with self.counters.open(planned) as notifier:
             try:
                 stats = DeferredStats([*modules.values()]) if settings.deferred else None
-                leaves = work.inputs if step is None else [leaf_inputs(x) for x in work.inputs]
+                leaves = inputs if step is None else [leaf_inputs(x) for x in inputs]
                 batch = RankBatch(
                     first.sizes,
                     0 if step is None else recomputed(settings.checkpoint, m),
                     RunSeed(first.seed),
                     notifier,
                     self._context(),
-                    None if work.make_loss is None else work.make_loss(first.sizes),
+                    None if make_loss is None else make_loss(first.sizes),
                     keep_outputs=step is None or step.keep_outputs,
                     is_wrapped=any(self.wrapped[j] is not part for j, part in modules.items()),
                     is_sharded=bool(self._sharded),
@@ -107,7 +108,7 @@ class RankRuntime:
         if stats is not None:
             stats.commit()
         if step is not None:
-            _deliver(work.inputs, leaves)
+            _deliver(inputs, leaves)
         return loss, outputs
 
     def _context(self) -> CallerContext:

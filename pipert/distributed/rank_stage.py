@@ -113,10 +113,13 @@ class RankStage(PipelineStage):
 
         def go_back() -> None:
             ends, dys = self._ends(i, kept, loss)
-            is_full = full_backward
+            batch = partition.batch  # a wrapper would not see the second half
+            is_full = full_backward or batch.is_wrapped or batch.is_sharded
             if not is_full and not self.is_first:
                 behind = ends if self.is_last else behind_one_node(ends)
-                is_full = not self._can_be_split(behind, kept.xs)
+                roots = [y for y in behind if y.requires_grad]
+                weights = self.submod.parameters()
+                is_full = bool(roots) and not can_be_split(roots[0], kept.xs, weights)
                 ends = ends if is_full else behind
             # torch also counts second halves, which may have nothing left to do: then replicas
             # would never reduce their gradients.
@@ -148,13 +151,6 @@ class RankStage(PipelineStage):
             return (self._partition.zero(kept.ys),), (None,)
         left = iter(kept.dys)
         return kept.ys, [next(left) if y.requires_grad else None for y in kept.ys]
-
-    def _can_be_split(self, ends: Tensors, xs: Tensors) -> bool:
-        batch = self._partition.batch
-        if batch.is_wrapped or batch.is_sharded:  # a wrapper would not see the second half
-            return False
-        roots = [y for y in ends if y.requires_grad]
-        return not roots or can_be_split(roots[0], xs, self.submod.parameters())
 
     def backward_weight_one_chunk(self, i: int, last_backward: bool = False) -> None:
         kept = self._kept[i]

@@ -117,7 +117,7 @@ SPLIT = {"schedule": "InterleavedZeroBubble", "balance": [1, 2, 1, 2], "checkpoi
     "settings",
     [
         in_sweep({"schedule": "1f1b"}), in_sweep({"schedule": "gpipe"}), {"checkpoint": "always"},
-        in_sweep({"schedule": "interleaved", "balance": [1, 2, 1, 2]}), in_sweep(SPLIT),
+        in_sweep({"schedule": "interleaved", "balance": [1, 2, 1, 2]}), SPLIT,
     ],
     ids=lambda settings: ",".join(map(str, settings.values())),
 )  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -116,57 +115,6 @@ def test_evaluation_may_come_before_training_with_other_chunks() -> None:
         else:
             expected = [plain(x).detach(), plain(batch(5)[0]).detach()]
             torch.testing.assert_close([first, last], expected)
-
-
-def in_place(x: Tensor) -> Tensor:
-    return x.mul_(2.0)
-
-
-class Applied(nn.Module):
-    """Calls a function."""
-
-    def __init__(self, function: Callable[[Tensor], Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Any) -> Any:
-        return self.function(x)
-
-
-def changes_input(rank: int) -> list[Any]:
-    pipe = distributed.Pipe(nn.Sequential(Applied(in_place), *layers()), [4, 3], chunks=2)
-    x, y = batch(8)
-    return [pipe.forward_backward(x, target=y, loss_fn=F.mse_loss), pipe(batch(8)[0]), x]
-
-
-def test_a_first_layer_changes_its_input_once() -> None:
-    plain = layers()
-    x, y = batch(8)
-    expected = plain(2.0 * x).detach()
-    (loss, _, changed), (_, output, _) = run(2, changes_input)
-    torch.testing.assert_close([loss, output], [F.mse_loss(expected, y), expected])
-    torch.testing.assert_close(changed, 2.0 * x)
-
-
-def keeps(rank: int) -> list[Any]:
-    """Outputs that are what has arrived, and what hooks have kept of it."""
-    pipe = distributed.Pipe(nn.Sequential(*layers(), nn.Identity()), [6, 1])
-    kept: list[Any] = []
-    for layer in pipe.children():
-        layer.register_forward_hook(lambda _, args, y: kept.append(args[0].detach()))
-    x, y = batch(8)
-    for more in (0.0, 1.0):
-        kept.append(pipe(x + more))
-        step = pipe.forward_backward(x + more, target=y, loss_fn=F.mse_loss, return_outputs=True)
-        kept.append(step[1])
-    return kept if rank else []
-
-
-def test_received_values_are_not_overwritten() -> None:
-    plain = layers()
-    x = batch(8)[0]
-    for k, kept in enumerate(run(2, keeps)[1]):
-        torch.testing.assert_close(kept, plain(x + float(k >= 4)).detach())
 
 
 def thaws(rank: int) -> list[Any]:

@@ -189,33 +189,11 @@ def test_an_error_in_a_layer_is_raised_on_all_ranks(
     run(ranks, layers_raise, n, schedule, checkpoint, cases)
 
 
-def meeting(rank: int, n: int) -> None:
-    """Layers raise for shapes that the ranks have not met, of which only the first is computed."""
-    pipe = distributed.Pipe(trapped(n), [3] * n, chunks=2)
-    trap = trap_of(pipe)
-    for j in range(n):
-        rows = 4 * (j + 1)
-        if j == rank:
-            trap.set_to("F", 0, fail)
-        kind, text = caught(partial(step, pipe, rows))
-        assert kind is (Oops if j == rank else distributed.RankError), (kind, text)
-        assert f"F[0,{j}]: partition {j} on cpu" in text and "on purpose" in text, text
-        assert j == rank or text.startswith(f"rank {j} failed: {_OOPS}")
-        assert all(p.grad is None for p in pipe.parameters())
-        check_works(pipe, n, rows)
-        pipe.zero_grad()
-
-
-@pytest.mark.parametrize("n", [2, 4])
-def test_a_layer_raises_when_ranks_meet_a_shape(n: int) -> None:
-    run(n, meeting, n)
-
-
 def interrupts(rank: int) -> None:
     pipe = distributed.Pipe(trapped(2), [3, 3], chunks=4, checkpoint="always")
     trap = trap_of(pipe)
     for error in (KeyboardInterrupt, SystemExit):
-        for phase in ("F", "F", "R", "B"):  # the first time, they meet
+        for phase in "FRB":
             for j in range(2):
                 if j == rank:
                     trap.set_to(phase, 0, lambda error=error: _raise(error("on purpose")))
@@ -392,15 +370,13 @@ CALLS: dict[str, tuple[Any, Any, type[BaseException], type[BaseException], str]]
 
 def calls(rank: int) -> None:
     pipe = distributed.Pipe(trapped(2), [3, 3], chunks=4)
-    for _ in range(2):  # when they meet, and when they have met
-        for name, (*given, first, last, says) in CALLS.items():
-            kind, text = caught(partial(given[rank].make, pipe))
-            assert kind is (first, last)[rank], (name, kind, text)
-            assert says in text, (name, text)
-            assert all(p.grad is None for p in pipe.parameters()), name
-            pipe.train().chunks = 4
-        check_works(pipe, 2)
-        pipe.zero_grad()
+    for name, (*given, first, last, says) in CALLS.items():
+        kind, text = caught(partial(given[rank].make, pipe))
+        assert kind is (first, last)[rank], (name, kind, text)
+        assert says in text, (name, text)
+        assert all(p.grad is None for p in pipe.parameters()), name
+        pipe.train().chunks = 4
+    check_works(pipe, 2)
 
 
 def test_what_ranks_give_does_not_go_together() -> None:
@@ -473,17 +449,13 @@ def die(how: str) -> None:
 
 
 def dying(rank: int, n: int, phase: str, how: str) -> list[tuple[type[BaseException], str]]:
-    """One dies: where they meet a shape the first, else the last. The others say what they get."""
+    """The last one dies. The others say what they get."""
     pipe = distributed.Pipe(trapped(n), [3] * n, chunks=4)
-    if phase == "meeting":
-        if rank == 0:
-            trap_of(pipe).set_to("F", 0, lambda: die(how))
-    else:
-        check_works(pipe, n)
-        if rank == n - 1:
-            if phase == "between":
-                die(how)
-            trap_of(pipe).set_to(phase, 1, lambda: die(how))
+    check_works(pipe, n)
+    if rank == n - 1:
+        if phase == "between":
+            die(how)
+        trap_of(pipe).set_to(phase, 1, lambda: die(how))
     before = {name: p.grad for name, p in pipe.named_parameters()}
     found = [caught(lambda: step(pipe)), caught(lambda: step(pipe))]
     found += [caught(lambda: pipe(batch()[0])), caught(lambda: pipe.grad_norm())]
@@ -505,11 +477,11 @@ def check_died(ended: list[Ended], dead: int, exitcode: int) -> None:
             assert text.startswith(lost) and text.endswith("start all ranks anew"), text
 
 
-@pytest.mark.parametrize("phase", ["meeting", "F", "B", "between"])
+@pytest.mark.parametrize("phase", ["F", "B", "between"])
 @pytest.mark.parametrize("n, how", [(2, "exit"), in_sweep(3, "kill")])
 def test_a_rank_dies(n: int, how: str, phase: str) -> None:
     found = endings(n, dying, n, phase, how, group=2)
-    check_died(found, 0 if phase == "meeting" else n - 1, 3 if how == "exit" else -signal.SIGKILL)
+    check_died(found, n - 1, 3 if how == "exit" else -signal.SIGKILL)
 
 
 def dying_first(rank: int) -> str:
