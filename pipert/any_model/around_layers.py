@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from pipert._typing import Value
 from pipert.any_model.checkpointed_calls import CheckpointedCalls
 from pipert.any_model.forward_recording import ForwardRecording
-from pipert.any_model.function_mode import Paused
-from pipert.any_model.intercept import Intercept
+from pipert.any_model.intercept import Intercept, Paused
 from pipert.any_model.map_tensors import map_tensors
 from pipert.any_model.microbatch_graph import MicroBatchGraph
 from pipert.any_model.model_layers import ModelLayer

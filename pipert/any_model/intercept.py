@@ -20,16 +20,15 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from pipert._torch import sequence_nr
+from pipert._torch import (
+    function_mode_at,
+    function_mode_count,
+    pop_function_mode,
+    push_function_mode,
+    sequence_nr,
+)
 from pipert._typing import Value
 from pipert.any_model.boundary_tensors import BoundaryTensors
-from pipert.any_model.function_mode import (
-    DEVICE_METADATA,
-    GRADIENT_REQUESTS,
-    HOOKS,
-    METADATA,
-)
-from pipert.any_model.inner_gradients import refuse_going_back
 from pipert.any_model.map_tensors import map_tensors
 from pipert.any_model.microbatch_graph import MicroBatchGraph
 from pipert.any_model.tensor_copies import TensorCopies
@@ -37,6 +36,26 @@ from pipert.batch.tensors import describe, tensors_of
 from pipert.workers.context import is_transformed
 
 __all__: list[str] = []
+
+
+_METADATA = frozenset(
+    getattr(Tensor, name).__get__
+    for name in (
+        "shape", "dtype", "layout", "requires_grad", "grad_fn", "is_leaf", "ndim", "output_nr",
+        "_version", "is_sparse", "is_quantized", "is_meta", "is_nested", "is_mkldnn",
+        "retains_grad", "nbytes", "itemsize",
+    )
+) | {
+    Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.is_floating_point,
+    Tensor.is_complex, Tensor.__len__, Tensor.is_contiguous,
+}  # fmt: skip
+"""Functions whose result is the same on each device and in each graph, so they need no tensors."""
+
+_GRADIENT_REQUESTS = frozenset({torch.autograd.grad, torch.autograd.backward, Tensor.backward})
+"""Functions that run a backward at once."""
+
+_HOOKS = frozenset({Tensor.register_hook, Tensor.retain_grad})
+"""Functions that ask for the gradient of a tensor, when there is one."""
 
 
 class Intercept(TorchFunctionMode):
@@ -58,7 +77,6 @@ class Intercept(TorchFunctionMode):
         self._graph = graph
         self._copies = copies
         self._copy_of = copy_of
-        self._not_inspected = METADATA if copies is None else METADATA - DEVICE_METADATA
         self.boundary = BoundaryTensors(cuts=False) if graph is None else graph.boundary
         self.is_on = True
 
@@ -115,11 +133,11 @@ class Intercept(TorchFunctionMode):
         kwargs = kwargs or {}
         if torch.compiler.is_dynamo_compiling():  # once for all micro-batches: nothing enters
             return func(*args, **kwargs)
-        if func in self._not_inspected or not self.is_on:
+        if func in _METADATA or not self.is_on:
             return func(*args, **kwargs)
-        if func in HOOKS:
+        if func in _HOOKS:
             args = (self.boundary.with_whole_gradient(args[0]), *args[1:])
-        elif func in GRADIENT_REQUESTS:
+        elif func in _GRADIENT_REQUESTS:
             args, kwargs = self._to_go_back(*args, **kwargs)
         else:
             args, kwargs = self.bring_all(args, kwargs)
@@ -136,8 +154,31 @@ class Intercept(TorchFunctionMode):
         (outputs,), kwargs = self.bring_all((outputs,), kwargs)
         if self._graph is not None and inputs is not None:
             brought = tensors_of(inputs)[0]
-            refuse_going_back(tensors_of(outputs)[0], given, brought, self._graph)
+            self._graph.refuse_going_back(tensors_of(outputs)[0], given, brought)
         return (outputs,), {**kwargs, "inputs": inputs}
+
+
+class Paused:
+    """A block in which a mode inspects nothing. A class for speed: each call enters one."""
+
+    __slots__ = ("_mode", "_was_on", "_was_on_top")
+
+    def __init__(self, mode: Intercept) -> None:
+        self._mode = mode
+
+    def __enter__(self) -> None:
+        depth = function_mode_count()
+        self._was_on_top = depth > 0 and function_mode_at(depth - 1) is self._mode
+        if self._was_on_top:
+            pop_function_mode()
+        else:
+            self._was_on, self._mode.is_on = self._mode.is_on, False
+
+    def __exit__(self, *_: object) -> None:
+        if self._was_on_top:
+            push_function_mode(self._mode)
+        else:
+            self._mode.is_on = self._was_on
 
 
 _TRANSFORMED = (

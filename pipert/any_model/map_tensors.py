@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import UserDict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -28,15 +28,12 @@ def map_tensors(value: Any, bring: Callable[[Tensor], Tensor]) -> Any:
     kind = type(value)
     if kind is tuple:
         return tuple([map_tensors(item, bring) for item in value])
-    if kind is list:
-        value[:] = [map_tensors(item, bring) for item in value]
-    elif kind is dict:
-        value.update({key: map_tensors(item, bring) for key, item in value.items()})
-    elif isinstance(value, list | deque):
-        _map_items(value, enumerate(value), bring)
-    elif isinstance(value, dict | UserDict):
-        _map_items(value, value.items(), bring)
-    elif kind not in _without_tensors:
+    if isinstance(value, list | deque | dict | UserDict):
+        items = enumerate(value) if isinstance(value, list | deque) else value.items()
+        for key, item in list(items):
+            if (brought := map_tensors(item, bring)) is not item:
+                value[key] = brought
+    elif kind not in ORDINARY:
         return _map_tree(value, bring)
     return value
 
@@ -53,14 +50,6 @@ def in_same_object(value: Any, rebuilt: Any) -> Any:
     return map_tensors(value, lambda tensor: other_of[id(tensor)])
 
 
-def _map_items(
-    value: Any, items: Iterable[tuple[Any, Any]], bring: Callable[[Tensor], Tensor]
-) -> None:
-    for key, item in list(items):
-        if (brought := map_tensors(item, bring)) is not item:
-            value[key] = brought
-
-
 def _map_tree(value: Any, bring: Callable[[Tensor], Tensor]) -> Any:
     """Do the same for a registered pytree, or a mapping other than a dict."""
     if type(value) in SUPPORTED_NODES and is_dataclass(value) and not _is_frozen(value):
@@ -69,17 +58,9 @@ def _map_tree(value: Any, bring: Callable[[Tensor], Tensor]) -> Any:
                 setattr(value, name, brought)
         return value
     tensors, rebuild = tensors_of(value)
-    if not tensors:
-        if type(value) not in SUPPORTED_NODES and not isinstance(value, Mapping):
-            _without_tensors.add(type(value))
-        return value
     all_brought = tuple(map(bring, tensors))
     return value if all(map(operator.is_, tensors, all_brought)) else rebuild(all_brought)
 
 
 def _is_frozen(value: Any) -> bool:
     return bool(type(value).__dataclass_params__.frozen)
-
-
-_without_tensors: set[type] = set()
-"""Types that torch cannot flatten, so their tensors are not found."""

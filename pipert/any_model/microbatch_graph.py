@@ -14,12 +14,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from pipert._torch import node_count, sequence_nr
+from pipert._torch import is_wrapped, node_count, sequence_nr
 from pipert._typing import Tensors, Value
 from pipert.any_model.boundary_tensors import BoundaryTensors
 from pipert.autograd import order
+from pipert.autograd.leaves import leaves_behind
 from pipert.autograd.order import ENTERED
 from pipert.autograd.recompute import edges_of
 from pipert.batch.tensors import differentiable
@@ -136,6 +137,34 @@ class MicroBatchGraph:
             part.entries.append((edge, sources.setdefault(key, SourceTensor(edge))))
         return list(found.values())
 
+    def refuse_going_back(self, outputs: Tensors, inputs: Tensors, brought: Tensors) -> None:
+        """Refuse ``torch.autograd.grad`` and ``backward`` that lead through an earlier partition.
+
+        At such a cut torch would raise an error, return ``None`` (with ``allow_unused``), or return
+        part of a sum. If no inputs are given, the node at the cut itself raises an error.
+
+        Args:
+            outputs: the tensors to differentiate.
+            inputs: the tensors to differentiate by.
+            brought: the boundary tensors that take their places, or themselves.
+
+        Raises:
+            RuntimeError: an input is beyond a cut.
+        """
+        entries = [entry for part in self.partitions.values() for entry in part.entries]
+        cut = {edge.node: source.edge for edge, source in entries}
+        wanted = set(_nodes(inputs))
+        found = _reachable(_nodes(outputs), stop=_nodes(brought))
+        while ends := [edge.node for node in found if (edge := cut.get(node)) is not None]:
+            found = _reachable(ends, stop=())
+            if wanted & found:
+                raise RuntimeError(
+                    "torch.autograd.grad or backward in a model's own code goes back into an "
+                    "earlier partition, or to the inputs of the model, which a step of a pipe can "
+                    "do only after the loss is computed; call the pipe and loss.backward(), or cut "
+                    "elsewhere"
+                )
+
     def _begin_graph(self, xs: Tensors) -> Tensors:
         entered = order.enter(xs)
         entered[0].grad_fn.mark = self._mark  # type: ignore[union-attr]
@@ -144,6 +173,51 @@ class MicroBatchGraph:
     def _made_in(self, number: int) -> PartitionGraph:
         """Return the partition in which the node with this number was made."""
         return self._entered[bisect_right(self._starts, number) - 1]
+
+
+def refuse_through(unseen: Iterable[GradientEdge], leaves: Iterable[Tensor]) -> None:
+    """Refuse a backward that would run through an unseen boundary into an earlier partition.
+
+    Autograd executes every node on the way to a wanted gradient. Where that way leads through an
+    earlier partition, whose own backward executes the same nodes, gradients would be counted twice.
+
+    Args:
+        unseen: the edges at which tensors of earlier partitions entered unseen; the graph is to end
+            there.
+        leaves: parameters whose gradients are wanted as well.
+
+    Raises:
+        RuntimeError: one of the leaves, or another of the edges, is beyond such an edge.
+    """
+    ends = {edge.node for edge in unseen}
+    children = [child for node in ends for child, _ in node.next_functions if child is not None]
+    if not _reachable(children, stop=()).isdisjoint((*ends, *_nodes(leaves))):
+        raise RuntimeError(
+            "a partition uses a tensor that an earlier one has made, where a step of a pipe does "
+            "not see it (in a custom autograd function, in compiled code, or in an object or a "
+            "closure that a layer is given), and also uses another such tensor, or a parameter, "
+            "from which it was computed; pass tensor.clone(), or the tensor itself, or register "
+            "the object's class (torch.utils._pytree.register_dataclass), or call the pipe and "
+            "loss.backward()"
+        )
+
+
+def _nodes(tensors: Iterable[Tensor]) -> list[Node]:
+    """Return the nodes of those that require grad.
+
+    Tensors that a transform of torch.func wraps are left out: they are in a graph of its own, which
+    ends with the transform.
+    """
+    return [
+        get_gradient_edge(tensor).node
+        for tensor in tensors
+        if tensor.requires_grad and not is_wrapped(tensor)
+    ]
+
+
+def _reachable(roots: Iterable[Node], stop: Iterable[Node]) -> set[Node]:
+    """Return the nodes that a backward from ``roots`` reaches, without going past ``stop``."""
+    return leaves_behind(roots, stop=stop).nodes - {*stop, None}
 
 
 _KEPT = (

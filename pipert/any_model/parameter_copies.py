@@ -35,7 +35,9 @@ class ParameterCopies:
         self._is_step = is_step
         self._copies: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._substitutes: dict[tuple[Any, ...], Substitute | None] = {}
-        self.is_needed = moves or (is_step and _has_hooks(module))
+        own = (weight for part in modules_of(module) for weight in part._parameters.values())
+        hooked = is_step and any(weight is not None and weight._backward_hooks for weight in own)
+        self.is_needed = moves or hooked
         """Whether any parameter may need a copy, as far as the caller can tell."""
         weights = module.parameters() if self.is_needed else ()
         self._versions = {id(w): version(w) for w in weights}
@@ -87,14 +89,6 @@ class ParameterCopies:
             self._substitutes[key] = Substitute(weights, copies, before) if weights else None
         substitute = self._substitutes[key]
         return call if substitute is None else partial(substitute.during, call)
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    for part in modules_of(module):
-        for weight in part._parameters.values():  # runs in each step, so it must be fast
-            if weight is not None and weight._backward_hooks:
-                return True
-    return False
 
 
 _TRANSFORMED = (

@@ -18,7 +18,7 @@ import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator
 from numbers import Number
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,10 +30,9 @@ from pipert.layers.place import Place
 __all__: list[str] = []
 
 _REGISTRIES = {"_parameters", "_buffers", "_modules"}  # dicts whose items are attributes, too
-_PLAIN = {bool, int, float, complex, str, bytes, type(None), torch.device}  # compared by ==
+_PLAIN = {bool, int, str, bytes, type(None), slice, range, torch.device}
 _MAPPINGS = {dict, OrderedDict, defaultdict}
-_CONTAINERS = {*_MAPPINGS, list, tuple, set, frozenset, deque}
-_ABSENT = b"no such attribute"
+_CONTAINERS = (list, tuple, set, frozenset, deque)  # named tuples, too
 _MAX_DEPTH = 4  # of nested containers
 _MAX_ITEMS = 1000  # of a container that is inspected: no vocabularies, no data sets
 _MAX_NAMES = 5  # in one warning
@@ -108,13 +107,13 @@ class Inspection:
         before, self._before = self._before, {}
         state = self._state(j)
         for key in before.keys() | state.keys():
-            if not _same(before.get(key, _ABSENT), state.get(key, _ABSENT)):
-                self._set.setdefault(key, state.get(key, _ABSENT))
+            if before.get(key) != state.get(key):
+                self._set.setdefault(key, state.get(key))
 
     def _compare(self) -> None:
         """Note what has been set again by another micro-batch than the first."""
         for (module, name), first in _items(self._set):
-            if not _same(first, _fingerprint(_get(module, name), _MAX_DEPTH)):
+            if first != _current(module, name):
                 self._set_again[module, name] = None
 
     def _warn(self) -> None:
@@ -136,16 +135,17 @@ class Inspection:
         """
         homes = self._shared.homes
         return {
-            (module, name): _fingerprint(value, _MAX_DEPTH)
+            (module, name): _fingerprint(value)
             for module in modules_of(self._shared.module)
             if homes.get(module, j) >= j
             for name, value in _attributes(module)
         }
 
 
-def _get(module: nn.Module, name: str) -> Any:
+def _current(module: nn.Module, name: str) -> Any:
     registries = [vars(module)[registry] for registry in _REGISTRIES]
-    return next((d[name] for d in (vars(module), *registries) if name in d), _ABSENT)
+    found = [d[name] for d in (vars(module), *registries) if name in d]
+    return _fingerprint(found[0]) if found else None
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -162,33 +162,34 @@ def _items(mapping: Any) -> list[tuple[Any, Any]]:
     return list(dict.items(mapping) if isinstance(mapping, dict) else mapping.items())
 
 
-def _fingerprint(value: Any, depth: int) -> Any:
-    """Return what :func:`_same` compares of a value. Keeps the value alive only if it must."""
+def _fingerprint(value: Any, depth: int = _MAX_DEPTH) -> Any:
+    """Return what ``==`` compares of a value. Keeps the value alive only if it must."""
     kind = type(value)
     if kind in _PLAIN:
-        return value
-    if kind is slice:
-        value = (value.start, value.stop, value.step)
-    if kind in _CONTAINERS or isinstance(value, tuple):  # named tuples, too
+        return kind, value
+    if isinstance(value, Number):  # numpy's are, too
+        return kind, repr(value)  # two NaN are the same
+    if kind in _MAPPINGS or isinstance(value, _CONTAINERS):
         if not depth or len(value) > _MAX_ITEMS:
-            return _Opaque(_reference(value), len(value))
+            return _SameObject(value), len(value)
         items = _items(value) if kind in _MAPPINGS else list(value)
-        return tuple([_fingerprint(item, depth - 1) for item in items])
-    return _reference(value)
+        return kind, [_fingerprint(item, depth - 1) for item in items]
+    return _SameObject(value)
 
 
-class _Opaque(NamedTuple):
-    """The fingerprint of a container whose items are not inspected."""
+class _SameObject:
+    """Equal to others of the same object."""
 
-    container: Any
-    size: int
+    __slots__ = ("_found",)
 
+    def __init__(self, value: Any) -> None:
+        try:
+            self._found = weakref.ref(value)  # always the same one
+        except TypeError:
+            self._found = value
 
-def _reference(value: Any) -> Any:
-    try:
-        return weakref.ref(value)
-    except TypeError:
-        return value
+    def __eq__(self, other: object) -> bool:
+        return type(other) is _SameObject and self._found is other._found
 
 
 def _is_made_for_use(module: nn.Module, name: str) -> bool:
@@ -199,19 +200,6 @@ def _is_made_for_use(module: nn.Module, name: str) -> bool:
     hooks = list(module._forward_pre_hooks.values())
     names = [getattr(hook, key, None) for hook in hooks for key in ("name", "_tensor_name")]
     return any(type(found) is str and found == name for found in names)
-
-
-def _same(one: Any, other: Any) -> bool:
-    if one is other:
-        return True
-    kind = type(one)
-    if kind is not type(other):
-        return False
-    if kind is tuple or kind is _Opaque:
-        return len(one) == len(other) and all(map(_same, one, other))
-    if kind in _PLAIN or isinstance(one, Number | range):  # numpy's are numbers, too
-        return bool(one == other or one != one and other != other)  # two NaN are the same
-    return False
 
 
 def _location(module: nn.Module) -> tuple[str, int]:
