@@ -253,26 +253,22 @@ is_caching_parametrizations: Flag = partial(getattr, parametrize, "_cache_enable
 # Dispatch keys and thread-local objects -----------------------------------------------------------
 
 parse_key: Callable[[str], Any] = _needed("torch._C:_parse_dispatch_key")
-DispatchKey: Any = _needed("torch._C:DispatchKey")
 DispatchKeySet: Any = _needed("torch._C:DispatchKeySet")
 Including: Any = _needed("torch._C:_IncludeDispatchKeyGuard")
 Excluding: Any = _needed("torch._C:_ExcludeDispatchKeyGuard")
-Forcing: Any = _needed("torch._C:_ForceDispatchKeyGuard")
 is_included: Callable[[Any], bool] = _needed("torch._C:_dispatch_tls_is_dispatch_key_included")
-has_kernel: Callable[[str, str], bool] = _needed("torch._C:_dispatch_has_kernel_for_dispatch_key")
 schemas: Get = _needed("torch._C:_jit_get_all_schemas")
-WithoutFunctions: Any = _needed("torch._C:DisableTorchFunction")
-WithoutDispatch: Any = _needed("torch._C:_DisableTorchDispatch")
 higher_order_keys: Any = _needed("torch._ops:_HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS")
 higher_order: Any = _needed("torch._ops:_higher_order_ops")
 overload_of: Callable[[Any], str] = operator.attrgetter("_overloadname")
 _needed("_overloadname", torch.ops.aten.add.Tensor)
+WithoutFunctions: Any = _needed("torch._C:DisableTorchFunction")
+WithoutDispatch: Any = _needed("torch._C:_DisableTorchDispatch")
 
 get_stashed: Callable[[str], Any] = _needed("torch._C:_get_obj_in_tls")
 is_stashed: Callable[[str], bool] = _needed("torch._C:_is_key_in_tls")
 stash: Callable[[str, Any], None] = _needed("torch._C:_stash_obj_in_tls")
-unstash: Callable[[str], None] | None = _or(None, "torch._C:_remove_obj_from_tls")
-"""torch 2.13 has it; before, ``None`` is stashed in place of the object."""
+unstash: Callable[[str], None] = _needed("torch._C:_remove_obj_from_tls")
 
 # Profilers and names ------------------------------------------------------------------------------
 

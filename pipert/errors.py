@@ -100,8 +100,6 @@ class RecomputationError(PipertError):
 class NestedCheckpointError(PipertError):
     """``torch.utils.checkpoint`` was used where recomputation gives wrong gradients or statistics.
 
-    * Inside a layer, around operations that draw random numbers: it would replay different ones,
-      because it saves the state of the default generator, and each task draws from its own.
     * Inside a layer, around a BatchNorm with deferred statistics: it would update them again.
     * Around a pipe, in its non-reentrant form: it would mix up what the workers save.
     """

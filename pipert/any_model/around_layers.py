@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from functools import partial
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -26,10 +26,9 @@ from pipert.any_model.model_run import ModelRun
 from pipert.any_model.tensor_copies import TensorCopies
 from pipert.autograd.order import begin_numbers
 from pipert.layers.buffers import KEEPING, kept_counters
-from pipert.layers.dispatch_keys import stash
-from pipert.layers.generators import DRAWING
+from pipert.layers.cpu_draws import DRAWING
 from pipert.layers.nested_checkpoint import is_in_checkpoint
-from pipert.layers.random_numbers import RunSeed, Stream
+from pipert.layers.random_numbers import Draws, drawing
 from pipert.stage.stage import Stage
 from pipert.workers.context import NOTHING, is_transformed
 
@@ -53,13 +52,14 @@ class AroundLayers:
             self._intercept = Intercept(self._graph, self._copies, copy_of)
         self._checkpointed: CheckpointedCalls | None = None  # the calls of the current partition
         self._recording: ForwardRecording | None = None
+        self._drawing = ExitStack()  # the block in which the partition draws random numbers
         self._called = 0  # layers, so far
         if self._graph is not None:
             model_run.graphs[i] = self._graph
 
     def run(self, stage: Stage, forward: Callable[[Value], Value], x: Value) -> Value:
         """Run ``forward`` on ``x``, beginning in ``stage``; return what the last stage sends."""
-        with self._context():
+        with self._context(), self._drawing:
             try:
                 return self._run(stage, forward, x)
             finally:
@@ -71,17 +71,14 @@ class AroundLayers:
         """Put the ``forward`` into its context, from its beginning to its end."""
         shared = self._model_run
         notes = NOTHING if shared.stats is None else shared.stats.collecting()
-        try:
-            # The model's own code may draw random numbers. Inside a layer that another pipe
-            # recomputes, buffers stay as they are.
-            keeping = NOTHING if kept_counters.get() is None else KEEPING.included()
-            # Gradients that it asks for make nodes on this thread, with its numbers, on GPUs too.
-            cuts = self._graph is not None and self._copies is not None
-            numbers = torch.autograd.set_multithreading_enabled(False) if cuts else NOTHING
-            with DRAWING.included(), keeping, notes, numbers:
-                yield
-        finally:
-            stash(None)  # else torch drops it when the thread ends, maybe after the interpreter
+        # Inside a layer that another pipe recomputes, buffers stay as they are.
+        keeping = NOTHING if kept_counters.get() is None else KEEPING.included()
+        # Gradients that it asks for make nodes on this thread, with its numbers, on GPUs too.
+        cuts = self._graph is not None and self._copies is not None
+        numbers = torch.autograd.set_multithreading_enabled(False) if cuts else NOTHING
+        # The key not for each partition: one may end inside of a transform, which has keys, too.
+        with DRAWING.included(), keeping, notes, numbers:
+            yield
 
     def _run(self, stage: Stage, forward: Callable[[Value], Value], x: Value) -> Value:
         shared = self._model_run
@@ -114,7 +111,8 @@ class AroundLayers:
         shared, place = self._model_run, stage.place
         if place.device.type == "cuda":
             torch.cuda.set_device(stage.place.device)
-        stash(Stream(shared.run.seed, place.number(self._i)))
+        draws = Draws(shared.run.seed, place.number(self._i), place.device)
+        self._drawing.enter_context(draws.current())  # the model's own code may draw
         if self._i < stage.recomputed:
             stage.layers.take_snapshot()
             hooks = shared.run.context.saved_tensor_hooks
@@ -143,6 +141,7 @@ class AroundLayers:
         if self._checkpointed is not None:
             self._checkpointed.end()
             self._checkpointed = None
+        self._drawing.close()
 
     def _end_boundary(self, intercept: Intercept) -> None:
         if self._graph is not None:
@@ -173,7 +172,7 @@ class AroundLayers:
         if shared.parameters.is_needed:
             given = [x for x in (*args, *kwargs.values()) if isinstance(x, nn.Module)]
             call = shared.parameters.wrap(stage, self._i, [layer.module, *given], call)
-        number = self._called * _CALLS + stage.place.number(self._i) if shared.draws else 0
+        around = self._drawing_of_call() if shared.draws else None
         # What works in place, in torch.utils.checkpoint or in a transform, keeps what it saves.
         if self._checkpointed is not None and torch.is_grad_enabled() and not (
             layer.is_in_place or is_in_checkpoint() or is_transformed()
@@ -181,11 +180,15 @@ class AroundLayers:
             if layer.partition != stage.place.j:
                 stage.layers.take_snapshot(layer.module)
             stage.layers.refuse_replaced(layer.module)
-            around = partial(_Drawing, shared.run.seed, number) if shared.draws else None
             return self._checkpointed.call(layer.name, call, around, args, kwargs)
-        # Here operations that draw take the stream's generator anyway.
-        with Stream(shared.run.seed, number) if shared.draws else NOTHING:
+        with NOTHING if around is None else around():
             return call(*args, **kwargs)
+
+    def _drawing_of_call(self) -> Callable[[], AbstractContextManager[None]]:
+        """Return what makes the block in which the current call of a layer draws."""
+        seed, place = self._model_run.run.seed, self._stage.place
+        number = self._called * _CALLS + place.number(self._i)
+        return lambda: drawing(Draws(seed, number, place.device))
 
     def note_of_call(self, layer: ModelLayer, args: Any, kwargs: dict[str, Any]) -> str:
         """Return the note for an error that ``layer`` raised."""
@@ -200,21 +203,3 @@ class AroundLayers:
 
     def __repr__(self) -> str:
         return f"<AroundLayers of micro-batch {self._i}>"
-
-
-class _Drawing:
-    """A block that draws the random numbers of one call. A class, since each call enters one."""
-
-    __slots__ = ("_key", "_stream")
-
-    def __init__(self, seed: RunSeed, number: int) -> None:
-        self._stream = Stream(seed, number)
-
-    def __enter__(self) -> None:
-        self._key = DRAWING.included()
-        self._stream.__enter__()
-        self._key.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._key.__exit__(*error)
-        self._stream.__exit__(*error)

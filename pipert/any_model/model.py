@@ -63,6 +63,7 @@ class AnyModel:
             if isinstance(stage.ends, CallBoundary):  # no tokens: turns fix the order
                 stage.ends.in_turn = stage.ends.forks_last = True
         model_run.draws = any(stage.layers.draws for stage in stages)
+        run.seed.draw()  # the model's own code may draw
         run.at_end = actions.finish
         return stages
 

@@ -153,7 +153,7 @@ class RankRuntime:
             own = batch.seed.used, loss.dtype
             ended = agreement.agree(own, *batch.take_failure())
             if any(used for used, _ in ended):
-                batch.seed.use()
+                batch.seed.used = True
             batch.seed.settle()
             if not is_step:
                 for part in self._sharded:  # only what is sharded again has its gradients

@@ -28,6 +28,7 @@ from pipert.engine.waiting import Waiting
 from pipert.errors import PipeClosedError, ReentrantCallError
 from pipert.layers.batchnorm import DeferredStats
 from pipert.layers.parametrized import compute_cached
+from pipert.layers.random_numbers import paused
 from pipert.observe.counters import Counters
 from pipert.observe.notifier import Notifier
 from pipert.schedules.plan import Plan, plan_call
@@ -152,7 +153,8 @@ class Runtime:
         """Execute ``run``; raise its failure, if any."""
         posting = Posting(stages, self.pool.put)
         try:
-            self.waiting.execute(run, posting, threads, timeout)
+            with paused():
+                self.waiting.execute(run, posting, threads, timeout)
         finally:
             run.end()
             run.return_what_was_read()

@@ -21,9 +21,8 @@ from pipert.errors import RecomputationError, add_note
 from pipert.layers.buffers import KEEPING, kept_counters
 from pipert.layers.compiled_backward import call_compiled
 from pipert.layers.drawing import is_compiled
-from pipert.layers.generators import DRAWING
 from pipert.layers.place import Place, describe_layer
-from pipert.layers.random_numbers import RunSeed, Stream
+from pipert.layers.random_numbers import Draws, RunSeed, drawing
 from pipert.layers.snapshot import Snapshot
 from pipert.layers.tied import Substitute, Weights
 from pipert.observe.notifier import Notifier
@@ -280,13 +279,15 @@ class RandomLayers(Layers):
     def __init__(self, seed: RunSeed, *args: Any) -> None:
         super().__init__(*args)
         self._seed = seed
+        seed.draw()
         self._is_recomputed = kept_counters.get() is not None
 
     def forward(self, i: int, checkpointed: bool, after_layer: AfterLayer, value: Value) -> Value:
         keeping = KEEPING.included() if self._is_recomputed else NOTHING
-        with Stream(self._seed, self._place.number(i)), DRAWING.included(), keeping:
+        with drawing(Draws(self._seed, self._place.number(i), self._place.device)), keeping:
             return super().forward(i, checkpointed, after_layer, value)
 
     def backward(self, i: int, differentiate: Callable[..., Value], *args: Any) -> Value:
-        with Stream(self._seed, self._place.number_of_backward(i)), DRAWING.included():
+        number = self._place.number_of_backward(i)
+        with drawing(Draws(self._seed, number, self._place.device, is_backward=True)):
             return differentiate(*args)

@@ -15,10 +15,9 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from pipert._torch import get_stashed, is_stashed
+from pipert._torch import get_stashed, is_stashed, stash
 from pipert._typing import Value
 from pipert.batch.tensors import differentiable
-from pipert.layers.dispatch_keys import stash_as
 
 __all__: list[str] = []
 
@@ -54,4 +53,4 @@ def _use_own_context(gradients: tuple[Tensor, ...]) -> None:
     if is_stashed("context"):
         context = get_stashed("context")
         if context is not None:
-            stash_as("context", context.copy())
+            stash("context", context.copy())

@@ -6,22 +6,14 @@ the same moment. The rules:
 
 1. One thread compiles at a time, under dynamo's process-wide lock.
 2. Calls of compiled code wait for nothing. They find their code without that lock.
-3. pipert leaves the default generators alone during a compilation. dynamo saves their states before
-   it compiles and restores them afterwards, even if other threads drew meanwhile. So pipert holds
-   dynamo's lock, taken before its own, while it draws a run's seed or lends a default generator.
+3. dynamo saves the states of the default generators before it compiles and restores them
+   afterwards. A compiled layer is one that might draw, so these are its task's
+   (``layers/random_numbers.py``).
 4. A pipe cannot be compiled, exported, traced or scripted. Its layers run on threads that such
    tools do not see, so they would capture pipert itself.
-
-Importing dynamo takes seconds, so this file does not: dynamo is loaded once something has compiled.
 """
 
 from __future__ import annotations
-
-import contextlib
-import os
-import sys
-from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 
@@ -29,44 +21,6 @@ from pipert._torch import dispatch_mode, is_traced_by_fx, is_traced_by_jit, mode
 from pipert.errors import TransformError
 
 __all__: list[str] = []
-
-_NO_LOCK: AbstractContextManager[object] = contextlib.nullcontext()
-
-
-def _lock_of_dynamo() -> Any:
-    return getattr(sys.modules.get("torch._dynamo.convert_frame"), "compile_lock", None)
-
-
-class CompileLock:
-    """dynamo's reentrant lock. Made once, at import. Hold it by ``with lock.current``.
-
-    In a child forked during a compilation the lock stays taken for ever, so the child ignores it:
-    compiling would hang there, but drawing does not.
-    """
-
-    __slots__ = ("_lost",)
-
-    def __init__(self) -> None:
-        self._lost: Any = None
-        os.register_at_fork(after_in_child=self._look_after_fork)
-
-    @property
-    def current(self) -> AbstractContextManager[object]:
-        """The lock that keeps others from compiling; a dummy if dynamo is not loaded."""
-        lock = _lock_of_dynamo()
-        return _NO_LOCK if lock is None or lock is self._lost else lock
-
-    def _look_after_fork(self) -> None:
-        lock = _lock_of_dynamo()
-        if lock is None:
-            return
-        if lock.acquire(blocking=False):
-            lock.release()
-        else:
-            self._lost = lock
-
-    def __repr__(self) -> str:
-        return f"<CompileLock, {'none' if self.current is _NO_LOCK else 'of dynamo'}>"
 
 
 def refuse_compilation() -> None:

@@ -11,18 +11,14 @@ threads. But at each operation torch looks up the kernel by the thread's set of 
    of the thread that starts a backward.
 3. A kernel excludes its key from what it calls.
 
-A pipe is refused where the keys do not work as that needs;
-``tests/layers/test_dispatch_keys.py`` fails when torch changes them.
+``tests/layers/test_dispatch_keys.py`` fails when torch changes the keys.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import cache
 from typing import Any
 
 import torch
@@ -72,9 +68,8 @@ class Key:
                 self._probe(key)
             except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError) as error:
                 raise RuntimeError(
-                    f"torch {torch.__version__} does not let pipert give each task random numbers "
-                    f"and running statistics of its own, by the dispatch key {self._name}; README "
-                    "says which versions are tested"
+                    f"the dispatch key {self._name} does not work in torch {torch.__version__}; "
+                    "README says which versions are tested"
                 ) from error
             self._key = key
 
@@ -93,17 +88,21 @@ class Key:
         self._libraries[1].impl(operation, kernel, self._name)
 
     def included(self) -> AbstractContextManager[object]:
-        """Return a block in which this thread's operations go through the kernels.
+        """Return a block in which this thread's operations go through the kernels, if it works.
 
         It is entered and left by C functions, which an interrupt cannot cut short.
         """
         if self._key is None:
-            self.prepare()
+            return contextlib.nullcontext()
         return _torch.Including(self._key)  # type: ignore[no-any-return]
 
     def excluded(self) -> AbstractContextManager[object]:
         """Return a block in which this thread's operations do not go through the kernels."""
         return _torch.Excluding(self._set)  # type: ignore[no-any-return]
+
+    def works(self) -> bool:
+        """Whether the kernels are registered, and torch calls them."""
+        return self._key is not None
 
     def is_included(self) -> bool:
         """Whether this thread includes the key."""
@@ -129,47 +128,9 @@ def stashed() -> Any:
 def stash(value: Any) -> None:
     """Stash ``value`` for this thread and its backward; ``None`` empties the stash."""
     if value is not None:
-        stash_as(_STASH, value)
+        _torch.stash(_STASH, value)
     elif _torch.is_stashed(_STASH):
-        _remove(_STASH)
-
-
-def _stash_counted(name: str, value: Any) -> None:
-    """Stash ``value`` with the reference that torch does not count."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
-    _torch.stash(name, value)
-
-
-def _stash_none(name: str) -> None:
-    _stash_counted(name, None)
-
-
-_remove = _torch.unstash or _stash_none  # torch 2.13 has this function
-
-
-@cache
-def _counts_references() -> bool:
-    """Whether torch counts its reference to a stashed object. torch 2.11 only drops it."""
-    probe = object()
-    before = sys.getrefcount(probe)
-    _stash_counted(_STASH, probe)
-    after = sys.getrefcount(probe)
-    _remove(_STASH)
-    return after > before + 1
-
-
-def stash_as(name: str, value: Any) -> None:
-    """Stash a value under a name of its own; otherwise like :func:`stash`."""
-    (_torch.stash if _counts_references() else _stash_counted)(name, value)
-
-
-@contextlib.contextmanager
-def plain_operations() -> Iterator[None]:
-    """Hide the operations in the block from all modes and transforms."""
-    keys, key_set = _torch.DispatchKey, _torch.DispatchKeySet
-    usual = key_set(keys.BackendSelect) | key_set(keys.ADInplaceOrView)
-    with _torch.WithoutFunctions(), _torch.Forcing(usual, key_set.from_raw_repr(0)):
-        yield
+        _torch.unstash(_STASH)
 
 
 def operations(wanted: Callable[[Any], bool]) -> list[tuple[Any, Any]]:

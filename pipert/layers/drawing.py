@@ -18,6 +18,8 @@ def may_draw(layer: nn.Module) -> bool:
         return True
     if layer._backward_hooks or layer._backward_pre_hooks:  # which run in the backward of a step
         return True
+    if compiled_call(layer) is not None:  # a compilation saves and restores the generators
+        return True
     if kind in _DROPOUTS:
         return layer.training
     if kind is nn.Sequential:

@@ -6,7 +6,6 @@ import inspect
 import os
 from typing import Any
 
-import torch
 import torch.utils.checkpoint
 
 from pipert._torch import top_hooks
@@ -15,11 +14,6 @@ from pipert.errors import NestedCheckpointError
 __all__: list[str] = []
 
 _CHECKPOINT = torch.utils.checkpoint.__name__
-_CHECKPOINTS = {
-    torch.utils.checkpoint.__file__,
-    # Where compiled layers save and restore the default generator around what they recompute.
-    os.path.join(os.path.dirname(torch.__file__), "_prims", "rng_prims.py"),
-}
 # The file that calls the layers. Frames further out are no layer's: the pipe itself may be inside
 # a checkpoint.
 _CALL = os.path.join(os.path.dirname(__file__), "call.py")
@@ -58,7 +52,7 @@ def refuse_nested_checkpoint(message: str) -> None:
     """
     frame = inspect.currentframe()
     while frame is not None and (file := frame.f_code.co_filename) != _CALL:
-        if file in _CHECKPOINTS:
+        if file == torch.utils.checkpoint.__file__:
             raise NestedCheckpointError(
                 f"{message}. Take it out of the layer and let the pipe checkpoint, with "
                 "checkpoint='except_last' or 'always'"

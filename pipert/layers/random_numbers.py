@@ -1,185 +1,240 @@
 """Makes random numbers independent of thread timing, and repeats them in recomputations.
 
-The CPU's default generator is shared by the process. Workers that draw from it at once would get
-numbers that depend on timing, and a recomputation cannot rewind it while others use it. So each
-task has generators of its own, one for each device that it draws on:
+The standard way is one default generator for each device, which all threads share. Workers that
+draw from the CPU's at once would get numbers that depend on timing, and a recomputation cannot
+rewind it while others draw. So each task has random numbers of its own, seeded from the run's seed
+and the task's number (``Place.number``):
 
-* Their seed comes from the run's seed and the task's number (``Place.number``). The run's seed is
-  one number drawn from the caller's generator when the first task of the run draws: a model without
-  randomness leaves the generator untouched, a random one advances it by one draw.
-* While the task computes, every operation that draws gets one (``layers/generators.py``), whoever
-  calls it: a layer, a scripted function, a hook, a transform, a thread of autograd.
-* ``R[i,j]`` starts with the seed of ``F[i,j]``; the loss and ``B[i,j]`` of a step have their own.
+* on a GPU it draws from the device's default generator, which it has to itself meanwhile
+  (``layers/default_generators.py``);
+* on the CPU it draws from a generator of its own, wherever its partition is
+  (``layers/cpu_draws.py``).
+
+``R[i,j]`` starts with the seed of ``F[i,j]``; the loss and ``B[i,j]`` of a step have their own. In
+a call, ``B`` draws from the default generators, as autograd's threads do without a pipe.
+
+The run's seed is a number drawn from the caller's generator. If nothing in the run has drawn when
+it is over, the generator gets its old state back: a model without randomness leaves it untouched, a
+random one advances it by one draw.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
-from pipert.layers.compiling import CompileLock
-from pipert.layers.dispatch_keys import plain_operations, stash, stashed
-from pipert.layers.generators import DRAWING, DRAWN
-from pipert.layers.nested_checkpoint import refuse_nested_checkpoint
-from pipert.queues.process_lock import ProcessLock
+from pipert._torch import WithoutDispatch, WithoutFunctions
+from pipert.layers.cpu_draws import CPU, DRAWING, current
+from pipert.layers.default_generators import default_generator
+from pipert.layers.dispatch_keys import stash, stashed
 
 __all__: list[str] = []
 
 _MASK = (1 << 64) - 1
-_CPU = torch.device("cpu")
-# Held while a run's first number is drawn, and while a default generator is lent.
-_draw_lock = ProcessLock(reentrant=True)
-# Taken before it, since a compilation restores the default generators.
-_compile_lock = CompileLock()
 
 
 class RunSeed:
-    """The seed of one run, drawn when first needed.
+    """The seed of one run. The caller draws it, from the generator of a task that he is inside of.
 
-    Made by the caller. A run inside a task of another run draws from that task's generator. If
-    ``given`` was agreed on with other processes, it is the seed for good; the generator advances
-    all the same.
+    If ``given`` was agreed on with other processes, it is the seed; the generator advances, too.
     """
 
-    __slots__ = ("_before", "_is_given", "_number", "_outer", "used")
+    __slots__ = ("_given", "_outer", "_states", "number", "used")
 
     def __init__(self, given: int | None = None) -> None:
-        self._outer: Stream | None = stashed() if DRAWING.is_included() else None
-        self._number = given
-        self._is_given = given is not None
-        self._before: torch.Tensor | None = None  # the generator's state before it was advanced
+        self._outer: Draws | None = current()
+        self._given = given
+        self.number: int | None = None
+        self._states: tuple[Tensor, Tensor] | None = None  # before and after the seed was drawn
         self.used = False
+        """Whether any task has drawn."""
+        if given is not None:
+            self.draw()  # also where no layer draws: the generators of all processes move alike
 
-    def get(self) -> int:
-        """Return the number that the next draw would give; the caller holds ``_draw_lock``."""
-        if self._number is None:
-            self._number = _draw(self._generator().clone_state())
-        return self._number
-
-    def use(self) -> None:
-        """Advance the generator, once, after the run has drawn random numbers."""
-        if not self.used:
-            self._before = self._generator().get_state()
-            _draw(self._generator())
-            self.used = True
-            if self._outer is not None:
-                self._outer.seed.use()
+    def draw(self) -> None:
+        """Draw the seed, unless that has been done. Called if any layer might draw."""
+        if self.number is not None:
+            return
+        with self._generator() as generator, _plain_operations():
+            before = generator.get_state()
+            drawn = torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator)
+            self.number = int(drawn.item()) if self._given is None else self._given
+            self._states = before, generator.get_state()
 
     def settle(self) -> None:
-        """Advance the generator again if a layer has reset it. Called when the run is over.
-
-        ``fork_rng`` saves and restores the generator's state, as ``torch.utils.checkpoint`` does in
-        a backward. Where two threads do that at once, one may save the state that the other has
-        set, and restore it in the end: the state in which the run began.
-        """
-        before, self._before = self._before, None
-        if before is not None and self._outer is None:
-            with _draw_lock.current, plain_operations():
-                if torch.equal(before, torch.default_generator.get_state()):
-                    _draw(torch.default_generator)
-
-    def forget(self) -> None:
-        """Forget the number if nothing has been drawn with it, so that another may be drawn."""
-        if not self.used and not self._is_given:
-            self._number = None
-            if self._outer is not None:
-                self._outer.forget()
-
-    def _generator(self) -> torch.Generator:
-        return torch.default_generator if self._outer is None else self._outer.generator(_CPU)
-
-
-class Stream:
-    """The random numbers of one task, drawn in ``with stream, DRAWING.included()``.
-
-    An interrupt may leave a stream stashed, but without the key it is never read.
-
-    Args:
-        seed: the run's seed.
-        number: the task's number, unique in its run.
-    """
-
-    __slots__ = ("_apart", "_before", "_generators", "_number", "seed")
-
-    def __init__(self, seed: RunSeed, number: int) -> None:
-        self.seed = seed
-        self._apart: Stream | None = None
-        self._number = number
-        self._generators: dict[torch.device, torch.Generator] = {}
-        self._before: Stream | None = None
-
-    def generator(self, device: torch.device) -> torch.Generator:
-        """Return the generator of ``device``.
-
-        The caller holds ``_draw_lock``, unless the seed has been used.
-        """
-        found = self._generators.get(device)
-        if found is None:
-            seed = _mix(self.seed.get() ^ _mix(self._number))
-            found = self._generators[device] = torch.Generator(device).manual_seed(seed)
-        return found
-
-    def get_if_drawn(self, device: torch.device) -> torch.Generator | None:
-        if not self.seed.used:
-            return None
-        return self._generators.get(device) or self.generator(device)
+        """Put the generator's state back if nothing was drawn. Called when the run is over."""
+        states, self._states = self._states, None
+        if self._outer is not None:
+            self._outer.run.used |= self.used
+        if self.used or states is None:
+            return
+        with self._generator() as generator, _plain_operations():
+            if torch.equal(generator.get_state(), states[1]):  # else another thread has drawn, too
+                generator.set_state(states[0])
 
     @contextlib.contextmanager
-    def exclusive(self, device: torch.device) -> Iterator[torch.Generator]:
-        with _compile_lock.current, _draw_lock.current:
-            generator = self.generator(device)
-            before = generator.get_state()
-            try:
-                yield generator
-            finally:
-                with plain_operations():
-                    drawn = not torch.equal(before, generator.get_state())
-                if drawn:
-                    self.seed.use()
-                else:
-                    self.forget()
-        if drawn:
-            refuse_nested_checkpoint(DRAWN)
+    def _generator(self) -> Iterator[torch.Generator]:
+        if self._outer is not None:
+            yield self._outer.generator(CPU)
+            return
+        default = default_generator(CPU)
+        with default.changed:
+            default.wait()
+            yield default.generator
 
-    def apart(self) -> Stream:
-        """Return the task's other stream, for numbers that its recomputation does not draw."""
-        if self._apart is None:
-            self._apart = Stream(self.seed, ~self._number)
-        return self._apart
 
-    def forget(self) -> None:
-        """Forget generators and seed if nothing has been drawn in the run."""
-        if not self.seed.used:
-            self._generators.clear()
-            self.seed.forget()
+class Draws:
+    """The random numbers of one task.
 
-    def __enter__(self) -> None:
-        self._before = stashed()
+    Args:
+        run: the run's seed.
+        number: the task's number, unique in its run.
+        device: where its partition is.
+        is_backward: whether it is ``B[i,j]``.
+    """
+
+    __slots__ = (
+        "_own", "_parts", "_seed", "_states", "device", "number", "outer", "run",
+        "waits_for_engine",
+    )  # fmt: skip
+
+    def __init__(
+        self, run: RunSeed, number: int, device: torch.device, is_backward: bool = False
+    ) -> None:
+        self.run = run
+        self.number = number
+        self.device = device
+        self.outer: Draws | None = current()
+        self.waits_for_engine = is_backward and device.type == "cuda"
+        assert run.number is not None
+        self._seed = _mix(run.number ^ _mix(number))
+        self._own: dict[torch.device, torch.Generator] = {}
+        # The default generators that it uses: of each, the state before it, and its own.
+        self._states: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self._parts = 0
+
+    def generator(self, device: torch.device) -> torch.Generator:
+        """Return the generator that the task has for ``device``."""
+        if device in self._states:
+            return default_generator(device).generator
+        found = self._own.get(device)
+        if found is None:
+            found = self._own[device] = torch.Generator(device).manual_seed(self._seed)
+        return found
+
+    def note_draw(self) -> None:
+        """Note that the run has drawn random numbers."""
+        self.run.used = True
+
+    @contextlib.contextmanager
+    def current(self) -> Iterator[None]:
+        """Make this the current task, which has the default generators that it needs to itself."""
+        before, entered = stashed(), list[torch.device]()
         stash(self)
+        try:
+            for device in self._shared():
+                self._enter(device)
+                entered.append(device)
+            yield
+        finally:
+            for device in reversed(entered):
+                self._leave(device)
+            stash(before)
 
-    def __exit__(self, *_: object) -> None:
-        stash(self._before)
+    def _shared(self) -> Iterator[torch.device]:
+        if not DRAWING.works():
+            yield CPU
+        if self.device.type == "cuda":
+            yield self.device
+
+    def _enter(self, device: torch.device) -> None:
+        default = default_generator(device)
+        before = default.enter(self)
+        if device in self._states:
+            default.generator.set_state(self._states[device][1])
+        else:
+            default.generator.manual_seed(self._seed)
+        self._states[device] = before, default.generator.get_state()
+
+    def _leave(self, device: torch.device) -> None:
+        before, begun = self._states[device]
+        left = default_generator(device).leave(self, before)
+        self._states[device] = before, left
+        if not self.run.used:
+            with _plain_operations():
+                self.run.used = not torch.equal(left, begun)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Let others have the default generators in the block."""
+        devices = list(self._states)
+        for device in reversed(devices):
+            self._leave(device)
+        try:
+            yield
+        finally:
+            for device in devices:
+                self._enter(device)
+
+    def part(self) -> Draws:
+        """Return random numbers for a part of the task that its recomputation will not have."""
+        self._parts += 1
+        return Draws(self.run, ~(self.number + (self._parts << 48)), self.device)
 
 
-def apart() -> AbstractContextManager[None]:
-    """Let the block draw what the current task's recomputation does not, if it has a stream."""
-    stream = stashed() if DRAWING.is_included() else None
-    return contextlib.nullcontext() if stream is None else stream.apart()
+@contextlib.contextmanager
+def drawing(draws: Draws) -> Iterator[None]:
+    """Draw the random numbers of a task in the block."""
+    with draws.current(), DRAWING.included():
+        yield
+
+
+@contextlib.contextmanager
+def paused() -> Iterator[None]:
+    """Let others draw while this thread waits for a run in the block, if it is inside a task."""
+    draws: Draws | None = current()
+    with contextlib.nullcontext() if draws is None else draws.paused():
+        yield
 
 
 def next_seed() -> int:
     """Return the seed that the next run will have, without advancing the generator."""
-    with _draw_lock.current:
-        return RunSeed().get()
+    seed = RunSeed()
+    seed.draw()
+    seed.settle()
+    assert seed.number is not None
+    return seed.number
 
 
-def _draw(generator: torch.Generator) -> int:
-    with plain_operations():
-        number = torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator)
-        return int(number.item())
+def initialise_apart(module: nn.Module) -> None:
+    """Let a lazy module, at its first call, draw its parameters beside the task's other numbers.
+
+    ``R[i,j]`` draws the numbers of ``F[i,j]`` again, but finds the parameters initialised: a
+    dropout behind them would get the numbers that they got.
+    """
+    module.__dict__.setdefault(_METHOD, partial(_initialise, module))
+
+
+_METHOD = "initialize_parameters"
+
+
+def _initialise(module: Any, *args: Any, **kwargs: Any) -> None:
+    del module.__dict__[_METHOD]  # the class has it, too, until it is initialised
+    draws: Draws | None = current()
+    with contextlib.nullcontext() if draws is None else drawing(draws.part()):
+        module.initialize_parameters(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _plain_operations() -> Iterator[None]:
+    """Hide the operations in the block from the caller's modes."""
+    with WithoutFunctions(), WithoutDispatch():
+        yield
 
 
 def _mix(number: int) -> int:

@@ -12,8 +12,8 @@ from torch.nn.parameter import is_lazy
 
 from pipert.batch.tensors import Versions
 from pipert.layers.buffers import Buffers, has_buffers
-from pipert.layers.lazy import initialise_apart
 from pipert.layers.modules import modules_of
+from pipert.layers.random_numbers import initialise_apart
 
 __all__: list[str] = []
 

@@ -12,7 +12,7 @@ from pipert._torch import refuse_unsupported
 from pipert.autograd.order import begin_numbers
 from pipert.layers.buffers import KEEPING
 from pipert.layers.compiling import not_traced
-from pipert.layers.generators import DRAWING
+from pipert.layers.cpu_draws import prepare
 from pipert.model.devices import assign_workers, where_tensors_are
 from pipert.model.settings import check_checkpoint, check_chunks, check_timeout
 
@@ -42,7 +42,7 @@ class Placed(nn.Module):
         self._devices = where_tensors_are(devices)
         self._deferred_batch_norm = bool(deferred_batch_norm)
         refuse_unsupported()
-        DRAWING.prepare()
+        prepare()
         KEEPING.prepare()
 
     @property

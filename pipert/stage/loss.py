@@ -16,9 +16,8 @@ from pipert._typing import Value
 from pipert.batch.microbatch import TARGET, as_value, scatter_with_sizes
 from pipert.batch.tensors import describe
 from pipert.errors import add_note
-from pipert.layers.generators import DRAWING
 from pipert.layers.place import Place
-from pipert.layers.random_numbers import RunSeed, Stream
+from pipert.layers.random_numbers import Draws, RunSeed, drawing
 from pipert.schedules.action import FORWARD, Action
 
 __all__: list[str] = []
@@ -189,7 +188,7 @@ class Loss:
         try:
             if not self.draws:
                 return self._checked(self._function(output, target))
-            with Stream(seed, place.number_of_loss(i)), DRAWING.included():
+            with drawing(Draws(seed, place.number_of_loss(i), place.device)):
                 loss = self._function(output, target)
             return self._checked(loss)
         except BaseException as error:

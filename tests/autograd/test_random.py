@@ -22,7 +22,7 @@ from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from pipert import NestedCheckpointError, Pipe, is_recomputing
+from pipert import Pipe, is_recomputing
 from pipert.layers.drawing import _DETERMINISTIC, may_draw
 from tests.layers import Apply
 from tests.pipes import pipe_of_layers
@@ -650,17 +650,6 @@ both_variants = pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.usefixtures("imported")
 @both_variants
 @pytest.mark.parametrize("checkpoint", MODES)
-def test_a_nested_checkpoint_that_draws_is_refused(checkpoint: str, reentrant: bool) -> None:
-    inner = nn.Sequential(nn.Linear(4, 4), nn.Dropout())
-    layers = nn.Linear(4, 4), Checkpointed(inner, reentrant)
-    with pipe_of(*layers, chunks=2, checkpoint=checkpoint) as pipe:
-        with pytest.raises(NestedCheckpointError):
-            pipe(torch.ones(4, 4))
-
-
-@pytest.mark.usefixtures("imported")
-@both_variants
-@pytest.mark.parametrize("checkpoint", MODES)
 def test_a_nested_checkpoint_that_does_not_draw_has_the_right_gradients(
     checkpoint: str, reentrant: bool
 ) -> None:
@@ -675,24 +664,6 @@ def test_a_nested_checkpoint_that_does_not_draw_has_the_right_gradients(
         pipe(x).sum().backward()
         for name, parameter in pipe.named_parameters():
             torch.testing.assert_close(parameter.grad, expected[name])
-
-
-@pytest.mark.usefixtures("imported")
-@both_variants
-def test_a_nested_checkpoint_of_an_evaluated_dropout_is_not_refused(reentrant: bool) -> None:
-    layers = nn.Linear(4, 4), Checkpointed(nn.Sequential(nn.Dropout()), reentrant).eval()
-    with pipe_of(*layers, chunks=2) as pipe:
-        assert pipe(torch.ones(4, 4)).shape == (4, 4)
-
-
-@pytest.mark.usefixtures("imported")
-@both_variants
-def test_dropout_beside_a_nested_checkpoint_is_not_refused(reentrant: bool) -> None:
-    inner = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-    layer = nn.Sequential(nn.Dropout(), Checkpointed(inner, reentrant), nn.Dropout())
-    with pipe_of(nn.Linear(4, 4), layer, chunks=2) as pipe:
-        pipe(torch.ones(4, 4)).sum().backward()
-        assert all(parameter.grad is not None for parameter in pipe.parameters())
 
 
 class DrawElsewhere(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from pipert import Pipe
-from pipert.layers.compiling import CompileLock
 
 pytestmark = [
     pytest.mark.slow,  # the first compilation imports for seconds
@@ -184,15 +183,3 @@ def drawn_after(race: bool) -> Tensor:
 
 def test_a_compilation_does_not_undo_another_workers_draws() -> None:
     assert torch.equal(drawn_after(race=True), drawn_after(race=False))
-
-
-def test_draws_take_the_lock_of_dynamo() -> None:
-    """If this fails: this version of torch keeps its lock elsewhere; see autograd/compiling.py."""
-    Block().compile(backend="eager")
-    lock: Any = CompileLock().current
-    with lock:
-        taken: list[bool] = []
-        other = threading.Thread(target=lambda: taken.append(lock.acquire(blocking=False)))
-        other.start()
-        other.join(WAIT)
-    assert taken == [False]

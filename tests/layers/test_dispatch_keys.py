@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from pipert import Pipe
 from pipert.layers.buffers import KEEPING
-from pipert.layers.dispatch_keys import Key, operations, plain_operations, stash, stashed
-from pipert.layers.generators import DRAWING
+from pipert.layers.cpu_draws import DRAWING, prepare
+from pipert.layers.dispatch_keys import Key, operations, stash, stashed
 
 ONE = torch.ones(())
 both = pytest.mark.parametrize("key", [DRAWING, KEEPING], ids=["drawing", "keeping"])
@@ -21,7 +20,7 @@ both = pytest.mark.parametrize("key", [DRAWING, KEEPING], ids=["drawing", "keepi
 
 @pytest.fixture(autouse=True)
 def _prepared() -> None:
-    DRAWING.prepare()
+    prepare()
     KEEPING.prepare()
 
 
@@ -110,15 +109,6 @@ def test_a_backward_has_the_keys_and_the_stash_of_its_caller() -> None:
     assert seen == [("mine", True)]
 
 
-def test_no_transform_sees_plain_operations() -> None:
-    def in_transform(x: Tensor) -> Tensor:
-        with plain_operations():
-            assert torch.rand(2).tolist() != [0.0, 0.0]  # vmap would refuse to draw, and to tell
-        return x
-
-    assert torch.func.vmap(in_transform)(torch.ones(2)).shape == (2,)
-
-
 def test_all_operations_that_take_a_generator_are_found() -> None:
     found = {
         op.name()
@@ -129,27 +119,16 @@ def test_all_operations_that_take_a_generator_are_found() -> None:
     assert all(has(name, "TESTING_ONLY_GenericMode") for name in found)
 
 
-def test_all_that_torch_marks_as_random_has_a_kernel_or_consists_of_others() -> None:
+def test_all_that_draws_on_the_cpu_has_a_kernel_or_consists_of_others() -> None:
     has: Any = vars(torch._C)["_dispatch_has_kernel_for_dispatch_key"]
     left = {
         op.overloadpacket.__name__
         for op, _ in operations(lambda schema: True)
         if torch.Tag.nondeterministic_seeded in op.tags
         and not has(op.name(), "TESTING_ONLY_GenericMode")
-        and not has(op.name(), "CompositeImplicitAutograd")
+        and has(op.name(), "CPU")
     }
-    # They choose a way, take no dropout, or are of other devices.
+    # It calls bernoulli_, the others choose a way or take no dropout.
     assert left == {
-        "_fused_sdp_choice", "_scaled_dot_product_flash_attention_for_cpu", "_lstm_mps",
-        "_nested_tensor_softmax_with_shape",
+        "native_dropout", "_fused_sdp_choice", "_scaled_dot_product_flash_attention_for_cpu",
     }  # fmt: skip
-
-
-def test_a_pipe_is_refused_where_a_key_does_not_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> Any:
-        raise RuntimeError("could not parse dispatch key")
-
-    monkeypatch.setattr("pipert.layers.generators.DRAWING._key", None)
-    monkeypatch.setattr("pipert._torch.parse_key", missing)
-    with pytest.raises(RuntimeError, match=rf"torch {torch.__version__}".replace("+", r"\+")):
-        Pipe(nn.Sequential(nn.Identity()), [1], devices=["cpu"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 from pipert import RecomputationError, is_recomputing
 from tests.layers import Apply
@@ -69,11 +67,6 @@ def scripted() -> Function:
     return found
 
 
-def under_a_mode(x: Tensor) -> Tensor:
-    with Through():
-        return torch.native_dropout(x, 0.5, True)[0]
-
-
 def vmapped(function: Function, randomness: str) -> Function:
     return lambda x: torch.func.vmap(function, randomness=randomness)(x)
 
@@ -95,7 +88,6 @@ WAYS: dict[str, Callable[[], Function]] = {
     "vmap of rand, different": lambda: vmapped(noise, "different"),
     "jvp": lambda: tangent,
     "native": lambda: lambda x: torch.native_dropout(x, 0.5, True)[0],
-    "native, under a mode": lambda: under_a_mode,
     "an operation of the user's": lambda: torch.ops.pipert_tests.drop,
 }
 
@@ -130,7 +122,7 @@ def test_a_compiled_function_of_an_eager_layer_draws_the_same_again(
 
 def test_a_mode_of_the_caller_s_sees_draws_as_they_are(one_draw: bytes) -> None:
     with Through():
-        y, gradient, after = outcome(nn.Dropout(), Apply(WAYS["native"]()))
+        y, gradient, after = outcome(nn.Dropout(), Apply(F.dropout))
     assert torch.equal(gradient, y) and after == one_draw
 
 
@@ -219,67 +211,6 @@ def test_draws_in_a_backward_change_no_forward(schedule: str) -> None:
     noisy = step(BACKWARDS["custom function"], schedule=schedule)
     assert torch.equal(quiet[1], noisy[1]) and quiet[2] == noisy[2]
     assert not torch.equal(quiet[0][0], noisy[0][0])
-
-
-class Nested(nn.Module):
-    """Draws nothing, and is recomputed by torch, which puts the state of its forward on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
-
-    def forward(self, x: Tensor) -> Any:
-        return checkpoint(self.inner, x, use_reentrant=False)
-
-
-@pytest.mark.parametrize(
-    ("schedule", "mode"),
-    [
-        ("gpipe", "always"), ("1f1b", "never"),
-        pytest.param("gpipe", "never", marks=pytest.mark.sweep),
-        pytest.param("1f1b", "always", marks=pytest.mark.sweep),
-    ],
-)  # fmt: skip
-def test_a_checkpoint_in_a_layer_beside_those_that_draw_changes_nothing(
-    schedule: str, mode: str
-) -> None:
-    torch.manual_seed(1)
-    noisy = [nn.Sequential(nn.Linear(8, 8), nn.Dropout()) for _ in range(2)]
-    x, found = torch.randn(16, 8), set()
-    with pipe_of_layers(
-        Nested(), noisy[0], Nested(), noisy[1], chunks=8, checkpoint=mode
-    ) as pipe:
-        for _ in range(8):
-            torch.manual_seed(0)
-            pipe.zero_grad()
-            for _ in range(2):
-                pipe.forward_backward(x, target=x, loss_fn=F.mse_loss, schedule=schedule)
-            grads = [p.grad for p in pipe.parameters() if p.grad is not None]
-            found.add((state(), *(grad.numpy().tobytes() for grad in grads)))
-    assert len(found) == 1
-
-
-def test_the_generator_is_one_draw_ahead_though_a_layer_puts_it_back(one_draw: bytes) -> None:
-    """Two checkpoints that restore it at the same time do so."""
-    drawn, kept = threading.Event(), list[Tensor]()
-
-    def put_back(x: Tensor) -> Tensor:
-        if not kept:
-            kept.append(torch.get_rng_state())
-        else:
-            assert drawn.wait(10)
-            torch.set_rng_state(kept[0])
-        return x
-
-    def draw(x: Tensor) -> Tensor:
-        y = F.dropout(x)
-        drawn.set()
-        return y
-
-    torch.manual_seed(0)
-    with pipe_of_layers(Apply(put_back), Apply(draw), chunks=2) as pipe:
-        pipe(torch.ones(4, 4))
-    assert state() == one_draw
 
 
 def test_operations_never_used_before_are_known() -> None:

@@ -37,14 +37,21 @@ OF_LAYERS = [
         "recomputation-draws-others", RANDOM,
         "a run draws a new seed for each task, so a recomputation draws other numbers than its "
         "forward",
-        "        if self._number is None:\n", "        if True:\n",
+        "_mix(run.number ^ _mix(number))", "id(self)",
         ("tests/autograd/test_random.py",),
     ),
     Mutant(
         "generator-not-moved", RANDOM,
         "a run does not advance the caller's generator, so the next run draws the same numbers",
-        "            _draw(self._generator())\n", "",
+        "if self.used or states is None:", "if states is None:",
         ("tests/autograd/test_random.py",),
+    ),
+    Mutant(
+        "state-of-others-seen", "pipert/layers/cpu_draws.py",
+        "a layer saves and restores the state of the generator that all threads share",
+        "torch.default_generator if task is None else task.generator(CPU)",
+        "torch.default_generator",
+        ("tests/layers/test_saved_states.py",),
     ),
     Mutant(
         "statistics-updated-again", BUFFERS,

@@ -82,6 +82,6 @@ BREAKAGES = [
     Mutant(
         "seed-of-each-rank", NUMBERS,
         "ranks other than the first forget the agreed seed",
-        "self._number = given", "self._number = None", FEATURES,
+        "self._given = given", "self._given = None", FEATURES,
     ),
 ]

@@ -9,10 +9,10 @@ __all__ = ["MUTANTS"]
 CONTEXT, WORKER = "pipert/workers/context.py", "pipert/workers/worker.py"
 THREAD = "pipert/workers/thread_state.py"
 RUNTIME, RUN = "pipert/engine/runtime.py", "pipert/stage/run.py"
-GENERATORS = "pipert/layers/generators.py"
+GENERATORS = "pipert/layers/default_generators.py"
+NUMBERS = "pipert/layers/random_numbers.py"
 
 _CAPTURED = "self._streams = [torch.cuda.current_stream(device) for device in devices]"
-_DEVICES = 'return device.type in ("cpu", "cuda")'
 
 MUTANTS = [
     Mutant(
@@ -85,8 +85,17 @@ MUTANTS = [
         "wait(compute_stream(device), source)", "wait(source, compute_stream(device))",
     ),
     Mutant(
-        "device-generator-not-given", GENERATORS, "a task's own generator for its device",
-        _DEVICES, 'return device.type == "cpu"',
+        "device-generator-not-seeded", NUMBERS, "the seed of a device's generator in a task",
+        "default.generator.manual_seed(self._seed)", "pass",
+    ),
+    Mutant(
+        "device-generator-not-put-back", GENERATORS, "putting a device's generator back",
+        "self.generator.set_state(state)", "pass",
+    ),
+    Mutant(
+        "other-devices-seeded", "pipert/layers/cpu_draws.py",
+        "a task's own generators for other GPUs, which torch.manual_seed seeds, too",
+        "self.real[k] if task is None else", "self.real[k] if True else",
     ),
     Mutant(
         "time-while-busy", "pipert/balance/by_time.py",

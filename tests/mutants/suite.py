@@ -41,7 +41,9 @@ FIRST = {
     ),
     "pipert/balance/": ("tests/balance/test_probe.py", "tests/balance/test_by_time.py"),
     "pipert/model/calls.py": ("tests/model/test_calls.py",),
-    "pipert/layers/generators.py": ("tests/cuda/test_cuda.py",),
+    "pipert/layers/random_numbers.py": ("tests/cuda/test_random_on_cuda.py",),
+    "pipert/layers/default_generators.py": ("tests/cuda/test_random_on_cuda.py",),
+    "pipert/layers/cpu_draws.py": ("tests/cuda/test_random_on_cuda.py",),
     "pipert/any_model/": ("tests/any_model/test_on_gpus.py",),
 }
 """The tests that run first for mutants of some files, since no others can notice them."""

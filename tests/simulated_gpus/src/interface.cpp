@@ -30,6 +30,11 @@ TORCH_LIBRARY_IMPL(_, CUDA, library) {
   library.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
 
+// A library whose kernel draws random numbers, from a generator that nobody gives it.
+TORCH_LIBRARY(other_library, library) {
+  library.def("mask(Tensor like) -> Tensor", {at::Tag::nondeterministic_seeded});
+}
+
 TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   // One operation each, and not what CUDA's choice of algorithm would make of them.
   for (const char* whole : {"convolution", "convolution_backward", "histc"}) {

@@ -30,6 +30,11 @@ inline void native_dropout(Stack& stack, const at::Generator& generator) {
   give(stack, 3, output, mask);
 }
 
+// other_library::mask(like) -> 0 and 1, by the device's own generator
+inline void mask(Stack& stack, const at::Generator& generator) {
+  give(stack, 1, at::empty_like(tensor_at(stack, stack.size() - 1)).bernoulli_(0.5, generator));
+}
+
 // histc(self, bins, min, max): CUDA's counts integers, too
 inline void histc(Stack& stack, const at::Generator&) {
   size_t first = stack.size() - 4;
@@ -120,6 +125,7 @@ inline void gru_cell_backward(Stack& stack, const at::Generator&) {
 inline void register_substitutes() {
   substitutes() = {
       {"native_dropout", native_dropout},
+      {"mask", mask},
       {"histc", histc},
       {"_efficientzerotensor", zero_tensor},
       {"_thnn_fused_lstm_cell", lstm_cell},

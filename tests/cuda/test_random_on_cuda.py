@@ -1,0 +1,238 @@
+"""Random numbers on GPUs: a task has its device's default generator to itself."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from pipert import Pipe, pipeline
+from tests.layers import Apply
+from tests.simulated_gpus.simulation import Simulation
+
+pytestmark = [pytest.mark.cuda, pytest.mark.multi_gpu]
+
+GPUS = ["cuda:0", "cuda:1"]
+MODES = ["always", "except_last", "never"]
+PATIENCE = 30  # s
+
+
+def by_another_library(x: Tensor) -> Tensor:
+    return x * 2 * torch.ops.other_library.mask(x.detach())  # type: ignore[no-any-return]
+
+
+def with_a_state_set(x: Tensor) -> Tensor:
+    torch.manual_seed(int(torch.randint(1 << 30, ())))  # which seeds all GPUs
+    return F.dropout(x)
+
+
+def in_a_fork(x: Tensor) -> Tensor:
+    with torch.random.fork_rng(devices=[0, 1]):
+        return F.dropout(x)
+
+
+class Noisy(torch.autograd.Function):
+    """A function that draws in its backward: on the CPU, and on its device."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        return F.dropout(dy * float(torch.rand(())))
+
+
+WAYS: dict[str, Callable[[Tensor], Tensor]] = {
+    "dropout": F.dropout,
+    "on the CPU": lambda x: x * float(torch.rand(())),
+    "manual_seed": with_a_state_set,
+    "fork_rng": in_a_fork,
+    "checkpoint": lambda x: checkpoint(F.dropout, x, use_reentrant=False),
+    "reentrant checkpoint": lambda x: checkpoint(F.dropout, x, use_reentrant=True),
+    "another library": by_another_library,
+}
+
+
+def states() -> list[bytes]:
+    found = [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in GPUS)]
+    return [bytes(state.tolist()) for state in found]
+
+
+def jittering(function: Callable[[Tensor], Tensor], waits: int) -> nn.Module:
+    def call(x: Tensor) -> Tensor:
+        for _ in range(waits):
+            torch.ones(64, 64).sum()
+        return function(x)
+
+    return Apply(call)
+
+
+def outcome(way: Any, mode: str, schedule: str | None, waits: int = 0) -> tuple[Any, ...]:
+    layers = nn.Sequential(jittering(way, waits), nn.Dropout(), jittering(way, 0), nn.Dropout())
+    x = torch.ones(8, 64, device=GPUS[0], requires_grad=True)
+    torch.manual_seed(0)
+    before = states()
+    with Pipe(layers, [2, 2], devices=GPUS, chunks=4, checkpoint=mode) as pipe:
+        if schedule is None:
+            y = pipe(x)
+            after = states()
+            y.sum().backward()
+        else:
+            _, y = pipe.forward_backward(
+                x, loss_fn=lambda y, _: y.sum(), reduction="sum", schedule=schedule,
+                return_outputs=True,
+            )  # fmt: skip
+            after = states()
+    assert after[1:] == before[1:] and after[0] != before[0]
+    assert x.grad is not None
+    return y.cpu(), x.grad.cpu(), after
+
+
+@pytest.fixture
+def library(request: pytest.FixtureRequest) -> None:
+    if request.node.callspec.params["way"] == "another library":
+        request.getfixturevalue("gpus")
+
+
+@pytest.fixture
+def gpus() -> Simulation:
+    from tests import simulated_gpus
+
+    found = simulated_gpus.running()
+    if found is None:
+        pytest.skip("has the library: python -m pytest --simulated-gpus")
+    return found
+
+
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize("schedule", [None, "gpipe", "1f1b"], ids=["call", "gpipe", "1f1b"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_are_those_of_the_forward_whatever_draws(
+    way: str, mode: str, schedule: str | None
+) -> None:
+    if way == "reentrant checkpoint" and schedule is not None:
+        pytest.skip("is refused in a step")
+    y, gradient, after = outcome(WAYS[way], mode, schedule)
+    torch.testing.assert_close(gradient, y)
+    assert len(set(y.flatten().tolist())) > 1
+    again = outcome(WAYS[way], mode, schedule, waits=50)
+    assert torch.equal(again[0], y) and torch.equal(again[1], gradient) and again[2] == after
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_a_step_s_backward_draws_the_same_from_a_seed(schedule: str) -> None:
+    first, again = (outcome(Noisy.apply, "never", schedule, waits) for waits in (0, 50))
+    assert torch.equal(first[1], again[1]) and first[2] == again[2]
+    assert not torch.equal(first[0], first[1])
+
+
+class Model(nn.Module):
+    """A model that draws in its own code, on its device and on the CPU, as LayerDrop does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Dropout()) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if float(torch.rand(())) < 0.8:
+                x = F.dropout(layer(x), 0.2, self.training)
+        return x
+
+
+@pytest.mark.parametrize("schedule", [None, "1f1b"], ids=["call", "1f1b"])
+def test_a_model_that_keeps_its_forward_draws_the_same_again(schedule: str | None) -> None:
+    found = []
+    for mode in ("always", "always", "never"):
+        torch.manual_seed(1)
+        model = Model()
+        with pipeline(model, ["layers.2"], devices=GPUS, chunks=3, checkpoint=mode) as pipe:
+            torch.manual_seed(0)
+            before = states()
+            x = torch.ones(6, 8, device=GPUS[0])
+            if schedule is None:
+                pipe(x).sum().backward()
+            else:
+                pipe.forward_backward(x, loss_fn=lambda y, _: y.sum(), schedule=schedule)
+            assert states()[1:] == before[1:]
+            found.append([p.grad.cpu() for p in model.parameters() if p.grad is not None])
+    for other in found[1:]:
+        for a, b in zip(found[0], other, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+def in_threads(*functions: Callable[[], Any]) -> list[Any]:
+    found: list[Any] = [None] * len(functions)
+
+    def call(k: int) -> None:
+        found[k] = functions[k]()
+
+    threads = [threading.Thread(target=call, args=(k,), daemon=True) for k in range(len(functions))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+        assert not thread.is_alive()
+    return found
+
+
+def repeated(schedule: str | None, device: str) -> Callable[[], bool]:
+    """Makes a function that trains a pipe of its own; returns whether all gradients were right."""
+
+    def train() -> bool:
+        right = True
+        layers = nn.Sequential(nn.Dropout(), nn.Dropout())
+        with Pipe(layers, [1, 1], devices=[device] * 2, chunks=4, checkpoint="always") as pipe:
+            for _ in range(10):
+                x = torch.ones(4, 64, device=device, requires_grad=True)
+                if schedule is None:
+                    y = pipe(x)
+                    y.sum().backward()
+                else:
+                    _, y = pipe.forward_backward(
+                        x, loss_fn=lambda y, _: y.sum(), schedule=schedule, reduction="sum",
+                        return_outputs=True,
+                    )  # fmt: skip
+                assert x.grad is not None
+                right &= torch.equal(x.grad, y)
+        return right
+
+    return train
+
+
+@pytest.mark.parametrize("other", [None, "gpipe", "1f1b"])
+def test_two_pipes_may_share_a_device(other: str | None) -> None:
+    assert in_threads(repeated(None, GPUS[0]), repeated(other, GPUS[0])) == [True, True]
+
+
+def test_pipes_inside_of_layers_on_each_other_s_devices_do_not_wait_for_each_other() -> None:
+    inner = [
+        Pipe(nn.Sequential(nn.Dropout(), nn.Dropout()), [1, 1], devices=devices, chunks=2)
+        for devices in (GPUS, GPUS[::-1])
+    ]
+
+    def layer(pipe: Pipe, device: str) -> nn.Module:
+        return Apply(lambda x: F.dropout(pipe(F.dropout(x)).to(device)))
+
+    outer = nn.Sequential(layer(inner[0], GPUS[0]), layer(inner[1], GPUS[1]))
+
+    def train() -> tuple[Tensor, Tensor]:
+        x = torch.ones(8, 256, device=GPUS[0], requires_grad=True)
+        torch.manual_seed(0)
+        y = pipe(x)
+        (gradient,) = torch.autograd.grad(y.sum(), x)
+        return y.cpu(), gradient.cpu()
+
+    with inner[0], inner[1], Pipe(
+        outer, [1, 1], devices=GPUS, chunks=4, checkpoint="always"
+    ) as pipe:  # fmt: skip
+        (first,), (again,) = in_threads(train), in_threads(train)
+    assert torch.equal(first[0], again[0]) and torch.equal(*first) and torch.equal(*again)
