@@ -35,7 +35,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from operator import attrgetter
 from typing import Protocol
 
 try:
@@ -48,7 +49,7 @@ except ImportError as error:
     ) from error
 
 from pipert.observe.observers import Observer, RunInfo, TaskInfo
-from pipert.status import WAITING, Statistics
+from pipert.status import WAITING, Statistics, WorkerStatistics
 
 __all__ = ["AnyPipe", "PipeMetrics"]
 
@@ -75,18 +76,12 @@ class PipeMetrics(Collector):
         buckets: upper bounds of the histograms, in seconds.
 
     Raises:
-        TypeError: ``registry`` is not a registry.
-        ValueError: it already has metrics of these names.
+        ValueError: the registry already has metrics of these names.
     """
 
     def __init__(
         self, registry: CollectorRegistry = REGISTRY, buckets: Sequence[float] = _BUCKETS
     ) -> None:
-        if not hasattr(registry, "register"):
-            raise TypeError(
-                f"registry must be a CollectorRegistry, got a {type(registry).__name__}; for a "
-                "pipe make metrics once, metrics = PipeMetrics(), and metrics.add(pipe, name)"
-            )
         self._buckets = tuple(buckets)
         self._lock = threading.Lock()
         self._pipes: dict[str, tuple[weakref.ref[AnyPipe], _Durations]] = {}
@@ -188,39 +183,42 @@ def _merged(observers: Iterable[_Durations]) -> list[Metric]:
     return list(merged.values())
 
 
-def _families(pipes: Sequence[tuple[str, Statistics]]) -> list[Metric]:
+def _age(worker: WorkerStatistics) -> float:
+    doing = worker.doing
+    return doing.seconds if doing is not None and doing.phase != WAITING else 0.0
+
+
+_OF_PIPES = (
+    (GaugeMetricFamily, "runs_in_flight", "Calls that are not over.", attrgetter("in_flight")),
+    (CounterMetricFamily, "recomputations", "Tasks recomputed in a backward.",
+     attrgetter("recomputations")),
+)  # fmt: skip
+_OF_WORKERS = (
+    (CounterMetricFamily, "tasks", "Tasks that are over, of any phase.", attrgetter("tasks")),
+    (CounterMetricFamily, "busy_seconds", "Time spent on tasks.", attrgetter("busy_seconds")),
+    (GaugeMetricFamily, "queue_depth", "Tasks posted and not begun.", attrgetter("queue_depth")),
+    (GaugeMetricFamily, "task_age_seconds", "Time the current task has taken.", _age),
+)
+
+
+def _families(pipes: Sequence[tuple[str, Statistics]]) -> Iterator[Metric]:
     """Converts ``pipe.statistics()`` of each named pipe to metrics."""
     runs = CounterMetricFamily(
         "pipert_runs", "Calls of the pipe that are over.", labels=["pipe", "outcome"]
-    )
-    in_flight = GaugeMetricFamily(
-        "pipert_runs_in_flight", "Calls that are not over.", labels=["pipe"]
-    )
-    recomputations = CounterMetricFamily(
-        "pipert_recomputations", "Tasks recomputed in a backward.", labels=["pipe"]
-    )
-    labels = ["pipe", "worker"]
-    tasks = CounterMetricFamily(
-        "pipert_worker_tasks", "Tasks that are over, of any phase.", labels=labels
-    )
-    busy = CounterMetricFamily("pipert_worker_busy_seconds", "Time spent on tasks.", labels=labels)
-    depth = GaugeMetricFamily(
-        "pipert_worker_queue_depth", "Tasks posted and not begun.", labels=labels
-    )
-    age = GaugeMetricFamily(
-        "pipert_worker_task_age_seconds", "Time the current task has taken.", labels=labels
     )
     for name, figures in pipes:
         runs.add_metric([name, "succeeded"], figures.succeeded)
         runs.add_metric([name, "failed"], figures.failures)
         runs.add_metric([name, "cancelled"], figures.cancellations)
-        in_flight.add_metric([name], figures.in_flight)
-        recomputations.add_metric([name], figures.recomputations)
-        for worker in figures.workers:
-            values, doing = [name, worker.name], worker.doing
-            tasks.add_metric(values, worker.tasks)
-            busy.add_metric(values, worker.busy_seconds)
-            depth.add_metric(values, worker.queue_depth)
-            executing = doing is not None and doing.phase != WAITING
-            age.add_metric(values, doing.seconds if doing is not None and executing else 0.0)
-    return [runs, in_flight, recomputations, tasks, busy, depth, age]
+    yield runs
+    for kind, what, text, value in _OF_PIPES:
+        family = kind(f"pipert_{what}", text, labels=["pipe"])
+        for name, figures in pipes:
+            family.add_metric([name], value(figures))
+        yield family
+    for kind, what, text, of_worker in _OF_WORKERS:
+        family = kind(f"pipert_worker_{what}", text, labels=["pipe", "worker"])
+        for name, figures in pipes:
+            for worker in figures.workers:
+                family.add_metric([name, worker.name], of_worker(worker))
+        yield family

@@ -5,7 +5,7 @@ They hold strings and numbers, no tensors and no threads, so they can be kept, c
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -82,32 +82,22 @@ class Statistics:
             f"{self.cancellations} cancelled, {self.in_flight} in flight; "
             f"{self.recomputations} recomputations"
         )
-        if not self.workers:
-            return counts
-        done = [("tasks done", "busy")]
-        done += [(str(worker.tasks), f"{worker.busy_seconds:.3g} s") for worker in self.workers]
-        return "\n".join([counts, "", *table(self.workers, done)])
+        return "\n".join([counts, "", *table(self.workers)]) if self.workers else counts
 
 
-def table(workers: Iterable[WorkerStatistics], more: Sequence[tuple[str, ...]] = ()) -> list[str]:
-    """Return the lines of a table that says what workers are doing.
-
-    Args:
-        workers: a row each.
-        more: further cells for the header, and for each row; default: none.
-    """
+def table(workers: Iterable[WorkerStatistics]) -> list[str]:
+    """Return the lines of a table that says what workers are doing, a row each."""
     rows: list[tuple[str, ...]] = [
-        ("worker", "partition", "micro-batch", "phase", "for", "call", "tasks waiting")
+        ("worker", "partition", "micro-batch", "phase", "for", "call", "waiting", "done", "busy")
     ]
     for worker in workers:
         doing, queued = worker.doing, str(worker.queue_depth)
-        if doing is None:
-            rows.append((worker.name, "-", "-", "idle", "-", "-", queued))
-            continue
-        place = (str(doing.partition), str(doing.micro_batch), doing.phase)
-        rows.append((worker.name, *place, f"{doing.seconds:.3g} s", str(doing.run), queued))
-    if more:
-        rows = [(*row, *cells) for row, cells in zip(rows, more, strict=True)]
+        now: tuple[str, ...] = ("-", "-", "idle", "-", "-")
+        if doing is not None:
+            place = (str(doing.partition), str(doing.micro_batch), doing.phase)
+            now = (*place, f"{doing.seconds:.3g} s", str(doing.run))
+        done = (str(worker.tasks), f"{worker.busy_seconds:.3g} s")
+        rows.append((worker.name, *now, queued, *done))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

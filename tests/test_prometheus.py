@@ -223,11 +223,6 @@ def test_a_dropped_pipe_ends_its_threads_and_disappears(
         metrics.add(other, "a")  # the name is free
 
 
-def test_a_pipe_in_place_of_a_registry_is_refused_with_a_remedy() -> None:
-    with two() as pipe, pytest.raises(TypeError, match=r"got a Pipe; .*metrics.add\(pipe, name"):
-        PipeMetrics(pipe)  # type: ignore[arg-type]
-
-
 # The package
 
 

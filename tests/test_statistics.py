@@ -51,7 +51,7 @@ def test_printed_they_show_the_calls_and_what_each_worker_does() -> None:
         gate.open.set()
         caller.join()
     assert calls.startswith("1 calls: 0 succeeded, 0 failed, 0 cancelled, 1 in flight; 0 recomp")
-    assert header.split()[:2] == ["worker", "partition"] and header.endswith("tasks done  busy")
+    assert header.split()[:2] == ["worker", "partition"] and header.endswith("done  busy")
     assert first.startswith("pipert-cpu-0") and second.split()[:3] == ["pipert-cpu-1", "1", "0"]
     assert "forward" in second and str(Statistics(1, 0, 1, 0, 0, 0, ())).count("\n") == 0
 
