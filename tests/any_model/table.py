@@ -13,7 +13,7 @@ from torch import nn
 from tests.any_model.family import Family
 from tests.any_model.piped import CHUNKS, HOWS, How, assert_equal_outputs, found_and_plain, made
 from tests.any_model.same import assert_same
-from tests.any_model.zoo import KINDS
+from tests.any_model.zoo import ZOO
 
 __all__ = ["PAGE", "main", "row_of"]
 
@@ -22,10 +22,10 @@ HEAD = f"""\
 <!-- python -m tests.any_model.table writes this page -->
 # Models that were tried
 
-`pipert.pipeline` runs these models as they are. Each is a tiny version, built from a configuration;
-nothing is downloaded. Each cut begins a new partition, and there are {CHUNKS} micro-batches. The
-reference is the plain model, run on one micro-batch after the other: outputs must be equal bit for
-bit, and the gradients of *all* parameters up to the order of sums.
+`pipert.pipeline` runs these models as they are: tiny versions, built from a configuration. Each cut
+begins a new partition, and there are {CHUNKS} micro-batches. The reference is the plain model, run on
+one micro-batch after the other: outputs must be equal bit for bit, and the gradients of *all*
+parameters up to the order of sums.
 
 * **equal in**: the ways in which outputs and gradients are so. *All* are a call without
   checkpointing; a call with `checkpoint="always"`; a step by `gpipe` with `"except_last"`; one by
@@ -43,11 +43,8 @@ def main() -> None:
 
 
 def page() -> str:
-    parts = [HEAD]
-    for kind, families in KINDS.items():
-        rows = [COLUMNS, ["---"] * len(COLUMNS), *map(row_of, families)]
-        parts.append("\n".join([f"## {kind}\n", *map(line, rows)]) + "\n")
-    return "\n".join(parts)
+    rows = [COLUMNS, ["---"] * len(COLUMNS), *map(row_of, ZOO)]
+    return "\n".join([HEAD, *map(line, rows)]) + "\n"
 
 
 def line(cells: list[str]) -> str:

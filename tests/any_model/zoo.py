@@ -12,16 +12,15 @@ from tests.any_model.families.speech_and_vision import SPEECH_AND_VISION
 from tests.any_model.families.vision import VISION
 from tests.any_model.family import Family
 
-__all__ = ["KINDS", "ZOO"]
+__all__ = ["ZOO"]
 
-KINDS: dict[str, list[Family]] = {
-    "Decoders of text": DECODERS,
-    "Encoders of text": ENCODERS,
-    "Encoder and decoder": ENCODER_DECODERS,
-    "Mixtures of experts, state space": EXPERTS_AND_STATE_SPACE,
-    "Speech and vision": SPEECH_AND_VISION,
-    "Vision, as in torchvision and timm": VISION,
-    "Diffusion": DIFFUSION,
-    "Adapters and checkpoints": ADAPTED,
-}
-ZOO: list[Family] = [family for kind in KINDS.values() for family in kind]
+ZOO: list[Family] = [
+    *DECODERS,
+    *ENCODERS,
+    *ENCODER_DECODERS,
+    *EXPERTS_AND_STATE_SPACE,
+    *SPEECH_AND_VISION,
+    *VISION,
+    *DIFFUSION,
+    *ADAPTED,
+]
