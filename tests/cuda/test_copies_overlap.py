@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from pipert import Event, Pipe
-from pipert.observe.event import BACKWARD, COPY, FORWARD
+from pipert.observe.event import BACKWARD, COPY, FORWARD, RECOMPUTE, WAIT
 from pipert.timeline.timeline import Timeline
 from tests import simulated_gpus
 from tests.any_model.any_model_pipe import AnyModelPipe
@@ -166,6 +166,39 @@ def test_tasks_and_copies_are_recorded_by_the_device_s_clock(pipe: Pipe, train: 
     assert microseconds(of(timeline, COPY)) == {
         (i, k, origin): MOVE for i in range(M) for k, origin in [(1, 0), (2, 1), (0, 1), (1, 2)]
     }
+
+
+# Before its first task a partition waits for all that comes before. In a call autograd has let it
+# wait for the partition behind it already, and what is left is the copy.
+WAITS_BACK: dict[Train, tuple[float, float]] = {
+    train_by_call: (MOVE, MOVE),
+    train_by_step: (2 * (COMPUTE + MOVE), 4 * (COMPUTE + MOVE)),
+}
+
+
+@pytest.mark.layered  # as above
+@ways
+def test_waits_are_recorded_by_the_device_s_clock(pipe: Pipe, train: Train) -> None:
+    with pipe.record() as timeline:
+        train(pipe, batch())
+    waits = of(timeline, WAIT)
+    took = sorted((e.micro_batch, e.partition, round(1e6 * e.seconds)) for e in waits)
+    took = [wait for wait in took if wait[2]]
+    first, second = WAITS_BACK[train]
+    there = [(0, 1, COMPUTE + MOVE), (0, 2, 2 * (COMPUTE + MOVE))]
+    assert len(waits) == 4 * M
+    assert took == sorted([*there, (M - 1, 1, first), (M - 1, 0, second)])
+
+
+def test_recomputations_and_layers_are_recorded_by_the_device_s_clock(gpus: Simulation) -> None:
+    with busy_pipe(["cuda:1", "cuda:0"], checkpoint="always") as pipe:
+        with pipe.record() as timeline:
+            # From where it is used: autograd would wait for the copy of its gradient meanwhile.
+            train_by_call(pipe, batch("cuda:1"))
+    assert set(microseconds(of(timeline, RECOMPUTE)).values()) == {COMPUTE}
+    layers = timeline.layer_seconds
+    assert layers is not None
+    assert [round(1e6 * seconds) for (seconds,) in layers] == [COMPUTE] * 2
 
 
 def test_a_recording_begins_when_all_streams_are_idle(pipe: Pipe) -> None:

@@ -253,6 +253,17 @@ def test_skips_of_a_pipe_in_a_pipe_are_not_left_behind(checkpoint: str) -> None:
             assert inner.left() + outer.left() == 0
 
 
+def test_a_graph_of_a_pipe_between_stash_and_pop_keeps_no_skip() -> None:
+    """It keeps the context of its caller for its recomputations, and that knows the skips."""
+    setting = Setting()
+    with Pipe(nn.Sequential(nn.Tanh()), [1], devices=["cpu"], checkpoint="always") as inner:
+        setting.layers[1] = inner
+        with setting.pipe([2, 1], checkpoint="never") as pipe:
+            y = pipe(torch.ones(4, 3))
+            assert setting.left() == 0
+            torch.autograd.backward(y.sum())
+
+
 @pytest.mark.parametrize("balance", [[3], [1, 1, 1]], ids=str)
 def test_a_skip_that_nobody_pops_is_gone_with_its_task(balance: list[int]) -> None:
     """The worker lives on. A layer may leave out the layers in it."""
