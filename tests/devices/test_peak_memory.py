@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from pipert import Pipe
-from pipert.stage.copies import Copies
 from pipert.stage.step_boundary import StepBoundary
 from tests.devices.expected import bounds, for_each
 from tests.devices.lockstep import in_lockstep
@@ -121,19 +120,3 @@ def saved_behind(node: Any) -> list[Tensor]:
                 tensors.append(value)
         left += [child for child, _ in node.next_functions]
     return tensors
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_an_input_that_stays_to_the_end_of_the_step_is_noticed(
-    gpus: Simulation, monkeypatch: pytest.MonkeyPatch, way: str
-) -> None:
-    stay: list[Any] = []
-    bring_input = Copies.bring_input
-
-    def bring_and_keep(copies: Copies, i: int, x: Any) -> Any:
-        stay.append(result := bring_input(copies, i, x))
-        return result
-
-    monkeypatch.setattr(Copies, "bring_input", bring_and_keep)
-    mode = "always" if way == "1f1b" else "never"
-    assert wrongs(gpus, "unet", 2, way, mode)

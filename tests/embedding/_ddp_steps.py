@@ -156,17 +156,3 @@ def a_step_in_ddp_leaves_gradients_alone_until_its_backward(rank: int, schedule:
         after = [p.grad for p in module.parameters()]
         assert all(grad is old and bool((grad == rank).all()) for grad, old in zip(after, before))
         loss.backward()
-
-
-@case
-def frozen_layers_stay_without_gradient(rank: int, schedule: str) -> None:
-    module, plain = models()
-    for model in (module, plain):
-        model[0].requires_grad_(False)
-    x, target = batch()
-    with piped(module) as pipe:
-        ddp, _ = wrapped(pipe, schedule)
-        ddp(*of_rank(rank, x, target)).backward()
-    mse_loss(plain(x), target).backward()  # type: ignore[no-untyped-call]
-    assert module[0].weight.grad is None
-    same_gradients(module[2:], plain[2:])

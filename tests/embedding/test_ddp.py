@@ -41,7 +41,6 @@ IN_EACH_SCHEDULE = (
     "ddp_around_a_step_reduces_once_what_the_whole_batch_gives",
     "ddp_around_a_step_accumulates_in_no_sync",
     "a_step_in_ddp_leaves_gradients_alone_until_its_backward",
-    "frozen_layers_stay_without_gradient",
 )
 CASES = [
     *[f"{name}-{MODES[k % 3]}" for k, name in enumerate(IN_EACH_MODE)],

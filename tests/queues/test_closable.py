@@ -302,18 +302,6 @@ def test_threads_that_wait_after_close_are_woken_too() -> None:
 # Q3
 
 
-def test_a_finalizer_may_close_the_queue() -> None:
-    class Owner:
-        pass
-
-    queue: ClosableQueue[int] = ClosableQueue()
-    owner = Owner()
-    weakref.finalize(owner, queue.close)
-    del owner
-    with pytest.raises(QueueClosed):
-        queue.put(1)
-
-
 def test_a_finalizer_on_another_thread_may_close_the_queue() -> None:
     class Owner:
         def __init__(self, queue: ClosableQueue[int]) -> None:

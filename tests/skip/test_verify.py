@@ -183,21 +183,6 @@ def test_a_sequential_with_a_forward_of_its_own_is_not_taken_to_run_in_order() -
     verify_skippables(Reversed(p("a"), s("a")))
 
 
-def test_a_skippable_layer_in_a_skippable_layer_is_found() -> None:
-    @skippable(stash=["a"])
-    class Outer(Skippable):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = s("b")
-
-        def forward(self, x: Tensor) -> Forward:
-            yield stash("a", x)
-            return self.inner(x)
-
-    model = nn.Sequential(Outer(), p("a"))
-    assert problems(model) == ["layer '0.inner' stashes 'b', which no layer pops"]
-
-
 # In Pipe ------------------------------------------------------------------------------------------
 
 

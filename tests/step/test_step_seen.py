@@ -197,39 +197,6 @@ def test_waits_for_inputs_and_for_gradients_are_recorded() -> None:
     assert waits == Counter(ahead) + Counter(back)
 
 
-def meet(schedule: str, one: tuple[int, int], other: tuple[int, int]) -> Timeline:
-    """Takes a step in which two backward tasks wait for each other."""
-    barrier = threading.Barrier(2)
-
-    class Meets(nn.Linear):
-        def __init__(self, j: int) -> None:
-            super().__init__(3, 3)
-            self.j, self.done = j, 0
-
-        def wait(self, i: int) -> None:
-            if (i, self.j) in (one, other):
-                barrier.wait(WAIT)
-
-        def forward(self, x: Tensor) -> Tensor:
-            i, self.done = self.done, self.done + 1
-            return acting(super().forward(x), lambda: self.wait(i))
-
-    with pipe_of(Meets(0), Meets(1), Meets(2), checkpoint="never") as pipe:
-        return record_step(pipe, schedule=schedule)
-
-
-def test_the_loss_is_part_of_the_forward_of_the_last_partition() -> None:
-    def loss(y: Tensor, target: Tensor) -> Tensor:
-        names.append({event.name for event in timeline.events})
-        return functional.mse_loss(y, target)
-
-    names: list[set[str]] = []
-    with three("never") as pipe, pipe.record() as timeline:
-        step(pipe, loss_fn=loss)
-    # An event is there when it is over, and the forward is not over while the loss is computed.
-    assert [f"F[{i},{N - 1}]" in seen for i, seen in enumerate(names)] == [False] * M
-
-
 def only(events: list[Event], name: str) -> Event:
     (event,) = (event for event in events if event.name == name)
     return event
