@@ -14,6 +14,7 @@ works on. Stages are driven by hand where workers would still have their last ta
 
 from __future__ import annotations
 
+import contextvars
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from pipert import Pipe, is_recomputing
 from pipert.skip import Skippable, pop, stash
 from tests.activations import Activations
+from tests.layers import Apply
 from tests.skips import declaring
 from tests.stages import Driven
 
@@ -253,15 +255,21 @@ def test_skips_of_a_pipe_in_a_pipe_are_not_left_behind(checkpoint: str) -> None:
             assert inner.left() + outer.left() == 0
 
 
-def test_a_graph_of_a_pipe_between_stash_and_pop_keeps_no_skip() -> None:
-    """It keeps the context of its caller for its recomputations, and that knows the skips."""
+def test_a_context_that_a_layer_has_copied_keeps_no_skip_of_a_task_that_failed() -> None:
+    """Whatever a layer starts on another thread has such a copy."""
+    contexts: list[contextvars.Context] = []
+
+    def fail(x: Tensor) -> Tensor:
+        contexts.append(contextvars.copy_context())
+        raise ValueError("the layer in between")
+
     setting = Setting()
-    with Pipe(nn.Sequential(nn.Tanh()), [1], devices=["cpu"], checkpoint="always") as inner:
-        setting.layers[1] = inner
-        with setting.pipe([2, 1], checkpoint="never") as pipe:
-            y = pipe(torch.ones(4, 3))
-            assert setting.left() == 0
-            torch.autograd.backward(y.sum())
+    setting.popped.add(torch.ones(1))
+    setting.layers[1] = Apply(fail)
+    with setting.pipe([3], chunks=3) as pipe:
+        with pytest.raises(ValueError, match="the layer in between"):
+            pipe(torch.ones(6, 3))
+        assert contexts and setting.left() == 0
 
 
 @pytest.mark.parametrize("balance", [[3], [1, 1, 1]], ids=str)
