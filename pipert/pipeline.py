@@ -12,14 +12,19 @@ from pipert._typing import Device
 from pipert.any_model.model import AnyModel
 from pipert.balance.by_calls import choose_cuts
 from pipert.layers.batchnorm import check_batch_norm
-from pipert.model.batch_first import warn_if_not_batch_first
 from pipert.model.calls import order_of_calls
-from pipert.model.cuts import Cuts, homes, homes_outside_of_layers, layers_of
+from pipert.model.cuts import check_cuts, homes, homes_outside_of_layers, layers_of
 from pipert.model.device_map import cuts_of_device_map, has_device_map, remove_hooks
 from pipert.model.devices import default_devices, parse_devices
-from pipert.model.partition import Partition
 from pipert.model.settings import check_timeout
-from pipert.model.split import check_values, move, place, sequential
+from pipert.model.split import (
+    Partition,
+    check_values,
+    move,
+    place,
+    sequential,
+    warn_if_not_batch_first,
+)
 from pipert.pipes.pipelined import Pipelined
 from pipert.skip.verify import declarations
 
@@ -54,7 +59,7 @@ class ModulePipe(Pipelined):
         self.chunks = chunks
         self.checkpoint = checkpoint
         self.timeout = timeout
-        self._cuts = Cuts(module, cuts)
+        self._cuts = check_cuts(module, cuts)
         n = len(self._cuts) + 1
         parsed = default_devices(n) if devices is None else parse_devices(devices)
         if len(parsed) < n:

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils import _pytree as pytree
 
 from pipert import Replicate
-from pipert.batch.hidden import find, has_rows
+from pipert.batch.hidden import has_rows, hides
 from pipert.batch.joining import gather
 from pipert.batch.microbatch import scatter
 
@@ -87,7 +87,7 @@ def test_an_attribute_of_a_mapping_that_hides_rows_is_refused() -> None:
             super().__init__(items)
             self.__dict__ = self
 
-    with pytest.raises(TypeError, match=r"args\[0\] is a .*Both.*in \.x"):
+    with pytest.raises(TypeError, match=r"args\[0\] is a .*Both"):
         scatter((Both({"x": rows(4)}),), {}, 2)
 
 
@@ -113,34 +113,32 @@ class Plain:
     content: Any
 
 
-HIDING: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "an attribute": (Plain, r"\.content"),
-    "a slot": (Slotted, r"\._Slotted__private"),
-    "an object in an object": (lambda x: Plain(Slotted(Plain(x))), r"_Slotted__private\.content"),
-    "a list of dicts": (lambda x: Plain([{"a": 1}, {"b": x}]), r"\.content\[1\]\['b'\]"),
-    "a deque": (lambda x: Plain(deque([1, x])), r"\.content\[1\]"),
-    "a set": (lambda x: Plain({1, x}), r"\.content\{\.\.\.\}"),
-    "a mapping": (lambda x: Plain(UserDict(a=x)), r"\.content\.data\['a'\]"),
-    "a class of list": (lambda x: type("Rows", (list,), {})([x]), r"\[0\]"),
-    "a partial function": (lambda x: functools.partial(print, x), r"\.args\[0\]"),
-    "an iterator": (lambda x: iter([x]), r"\{\.\.\.\}\[0\]"),
-    "a view": (lambda x: {"a": x}.values(), r"\{\.\.\.\}\['a'\]"),
-    "a namespace": (lambda x: SimpleNamespace(x=x), r"\.x"),
+HIDING: dict[str, Callable[[Any], Any]] = {
+    "an attribute": Plain,
+    "a slot": Slotted,
+    "an object in an object": lambda x: Plain(Slotted(Plain(x))),
+    "a list of dicts": lambda x: Plain([{"a": 1}, {"b": x}]),
+    "a deque": lambda x: Plain(deque([1, x])),
+    "a set": lambda x: Plain({1, x}),
+    "a mapping": lambda x: Plain(UserDict(a=x)),
+    "a class of list": lambda x: type("Rows", (list,), {})([x]),
+    "a partial function": lambda x: functools.partial(print, x),
+    "an iterator": lambda x: iter([x]),
+    "a view": lambda x: {"a": x}.values(),
+    "a namespace": lambda x: SimpleNamespace(x=x),
 }
-each_hiding = pytest.mark.parametrize(("make", "where"), HIDING.values(), ids=list(HIDING))
+each_hiding = pytest.mark.parametrize("make", HIDING.values(), ids=list(HIDING))
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
 @each_hiding
-def test_an_object_that_hides_rows_is_refused_and_says_where(
-    make: Any, where: str, chunks: int
-) -> None:
-    with pytest.raises(TypeError, match=rf"kwargs\['extra'\] is a .*\(it has some in .*{where}\)"):
+def test_an_object_that_hides_rows_is_refused(make: Any, chunks: int) -> None:
+    with pytest.raises(TypeError, match=r"kwargs\['extra'\] is a .* cannot split"):
         scatter((rows(4),), {"extra": make(rows(4))}, chunks)
 
 
 @each_hiding
-def test_an_object_that_hides_rows_may_be_replicated(make: Any, where: str) -> None:
+def test_an_object_that_hides_rows_may_be_replicated(make: Any) -> None:
     whole = make(rows(4))
     assert [part.args[1] for part in scatter((rows(4), Replicate(whole)), {}, 2)] == [whole] * 2
 
@@ -168,14 +166,20 @@ def test_an_object_that_hides_no_rows_goes_to_each_micro_batch(harmless: Any) ->
 def test_the_walk_ends_where_objects_refer_to_each_other() -> None:
     first, second = Plain(None), Plain(None)
     first.content, second.content = second, [first, second]
-    assert find(first, has_rows) is None
+    assert not hides(first, has_rows)
     second.content.append(rows())
-    assert find(first, has_rows) == ".content.content[2]"
+    assert hides(first, has_rows)
 
 
 def test_the_walk_looks_at_so_many_places_at_most() -> None:
-    assert find(Plain([*range(9000), rows()]), has_rows) == ".content[9000]"
-    assert find(Plain([*range(11000), rows()]), has_rows) is None
+    def chain(length: int) -> Any:
+        found: Any = rows()
+        for _ in range(length):
+            found = [found]
+        return found
+
+    assert hides(chain(9000), has_rows)
+    assert not hides(chain(11000), has_rows)
 
 
 # Layouts that have no rows.
@@ -202,8 +206,8 @@ def packed() -> Any:
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
-def test_a_packed_sequence_is_refused_with_a_remedy(chunks: int) -> None:
-    with pytest.raises(TypeError, match=r"args\[0\] is a PackedSequence.*let the layer pack"):
+def test_a_packed_sequence_is_refused(chunks: int) -> None:
+    with pytest.raises(TypeError, match=r"args\[0\] is a PackedSequence.* cannot split"):
         scatter((packed(),), {}, chunks)
 
 
@@ -227,7 +231,7 @@ def test_an_output_that_hides_rows_is_refused_with_a_remedy(make: Any) -> None:
 def test_rows_that_are_not_those_of_the_micro_batch_are_refused(
     numbers: list[int], sizes: list[int]
 ) -> None:
-    with pytest.raises(ValueError, match=r"output\[0\] must have as many rows .* transpose it"):
+    with pytest.raises(ValueError, match=r"output\[0\] must have as many rows "):
         gather([(rows(number),) for number in numbers], sizes)
 
 

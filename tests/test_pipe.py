@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import textwrap
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -49,34 +48,13 @@ class Grows(nn.Sequential):
 
 
 def test_balance_is_required() -> None:
-    with pytest.raises(ValueError, match="balance is required"):
+    with pytest.raises(ValueError, match="balance is required.*balance_by_time"):
         Pipe(layers())
-
-
-def test_a_missing_balance_is_answered_with_the_two_lines_to_write() -> None:
-    lines = r"""
-    from pipert.balance import balance_by_time
-    pipe = Pipe\(module, balance_by_time\(\d+, module, sample\), \.\.\.\)
-"""
-    with pytest.raises(ValueError, match=lines):
-        Pipe(layers())
-
-
-@pytest.mark.usefixtures("one_measurement")
-def test_the_lines_that_a_missing_balance_is_answered_with_work() -> None:
-    with pytest.raises(ValueError, match="balance_by_time") as error:
-        Pipe(layers())
-    names = {"module": layers(), "sample": torch.ones(4, 2), "Pipe": made}
-    exec(textwrap.dedent(str(error.value).split("\n\n")[1]).replace("...", "chunks=2"), names)
-    pipe: Any = names["pipe"]
-    with pipe:
-        assert sum(pipe.balance) == 4
 
 
 @pytest.mark.parametrize("chunks", ["auto", "2", 2.5, 2.0, None])
-def test_chunks_that_are_no_int_are_refused_with_a_remedy(chunks: Any) -> None:
-    kind = type(chunks).__qualname__
-    message = rf"chunks must be a whole number, an int, got {chunks!r}, a {kind}; .*four times the"
+def test_chunks_that_are_no_int_are_refused(chunks: Any) -> None:
+    message = f"chunks must be an int, got {chunks!r}"
     with pytest.raises(TypeError, match=message):
         made(chunks=chunks)
     with made(chunks=2) as pipe:
@@ -87,7 +65,7 @@ def test_chunks_that_are_no_int_are_refused_with_a_remedy(chunks: Any) -> None:
 
 @pytest.mark.parametrize("entry", ["two", "3", None, 1.5, 3.0])
 def test_an_entry_of_balance_that_is_no_int_is_refused(entry: Any) -> None:
-    message = f"each entry of balance must be a whole number, an int, got {entry!r}"
+    message = f"each entry of balance must be an int, got {entry!r}"
     with pytest.raises(TypeError, match=message):
         made(balance=[1, entry])
 
@@ -138,12 +116,6 @@ def test_balance_must_add_up(balance: list[int]) -> None:
     with pytest.raises(ValueError, match="must add up to the number of layers") as error:
         made(balance=balance)
     assert f"{balance} adds up to {sum(balance)} and the module has 4" in str(error.value)
-
-
-@pytest.mark.parametrize("balance", [[1, 2], [0, 4]])
-def test_wrong_balance_is_answered_with_how_to_find_a_right_one(balance: list[int]) -> None:
-    with pytest.raises(ValueError, match=r"balance_by_time\(2, module, sample\)"):
-        made(balance=balance)
 
 
 def test_each_partition_needs_a_device() -> None:

@@ -1,26 +1,17 @@
 """Finds tensors and arrays hidden in objects that torch cannot flatten.
 
 Hidden tensors cannot be split, joined, moved to another device or cut out of their graph. The
-search goes breadth-first through attributes, slots, and the built-in containers in them, with their
-views and iterators, up to a limit. It does not enter modules and types, and enters functions only
-on request. It calls nothing, so it does not see properties.
+search follows the references that the garbage collector knows, up to a limit: it calls nothing, and
+sees attributes, slots and containers alike. It does not enter modules and types, and enters
+functions only on request.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 from collections import deque
-from collections.abc import Callable, Iterator, MappingView
-from itertools import islice
-from types import (
-    BuiltinFunctionType,
-    FunctionType,
-    MappingProxyType,
-    MemberDescriptorType,
-    MethodType,
-    ModuleType,
-)
+from collections.abc import Callable
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
@@ -30,13 +21,19 @@ from pipert.batch.trees import ORDINARY
 
 __all__: list[str] = []
 
-_LIMIT = 10_000  # parts visited in one search
+_LIMIT = 10_000  # references followed in one search
 
 CLOSED_TO_GRAPHS = (type, nn.Module, ModuleType, Tensor)
 """Types that hide no tensor of a graph. Functions may hide one in a closure or a bound object."""
 
 CLOSED = (*CLOSED_TO_GRAPHS, FunctionType, BuiltinFunctionType, MethodType)
 """Types that are not searched by default: tensors that a function holds need not be rows."""
+
+REMEDY = (
+    "put its tensors into a tuple, list or dict, or register its class as a pytree with "
+    "torch.utils._pytree.register_pytree_node"
+)
+"""Advice on how to make the tensors in an object visible, for error messages."""
 
 
 def has_rows(value: Any) -> bool:
@@ -50,43 +47,36 @@ def has_rows(value: Any) -> bool:
     return is_array and bool(value.ndim)
 
 
-def registered(leaf: Any) -> str:
-    """Return advice on how to make the tensors in an object visible, for an error message."""
-    if type(leaf).__module__.startswith("transformers.cache"):
-        return "leave it out, by use_cache=False"
-    if isinstance(leaf, (*CLOSED, Iterator, MappingView)):  # Python's own classes
-        return "put its tensors into a tuple, list or dict"
-    if dataclasses.is_dataclass(leaf):
-        return "register its class with torch.export.register_dataclass"
-    return "register its class as a pytree with torch.utils._pytree.register_pytree_node"
-
-
-def find(
+def hides(
     value: Any, wanted: Callable[[Any], bool], closed: tuple[type, ...] = CLOSED
-) -> str | None:
-    """Return the path to a ``wanted`` part of an object, such as ``.pair[0]``, or ``None``.
+) -> bool:
+    """Return whether an object refers to a ``wanted`` one, directly or through others.
 
     Instances of the ``closed`` types are not searched.
     """
     if type(value) in ORDINARY or isinstance(value, closed):
-        return None
+        return False
     seen = {id(value): value}
-    left, visited = deque([("", value)]), 0
+    left, visited = deque([value]), 0
     while left and visited < _LIMIT:
-        path, item = left.popleft()
-        for name, part in islice(_parts(item), _LIMIT - visited):
+        for part in _references(left.popleft()):
             visited += 1
             if wanted(part):
-                return path + name
-            ordinary = type(part) in ORDINARY or isinstance(part, closed)
-            if not ordinary and id(part) not in seen:
+                return True
+            if not (type(part) in ORDINARY or isinstance(part, closed) or id(part) in seen):
                 seen[id(part)] = part
-                left.append((path + name, part))
-    return None
+                left.append(part)
+    return False
+
+
+def _references(item: Any) -> list[Any]:
+    if isinstance(item, FunctionType):  # all but the globals of its module
+        return [item.__closure__, item.__defaults__, item.__kwdefaults__]
+    return gc.get_referents(item)
 
 
 def versions(value: Any) -> list[tuple[Tensor, int]]:
-    """Return the tensors hidden in an object, each with its version."""
+    """Return the tensors hidden in an object, each with its version, in the order of their ids."""
     found: list[tuple[Tensor, int]] = []
 
     def note(part: Any) -> bool:
@@ -94,41 +84,5 @@ def versions(value: Any) -> list[tuple[Tensor, int]]:
             found.append((part, version(part)))
         return False
 
-    find(value, note)
-    return found
-
-
-def _parts(item: Any) -> Iterator[tuple[str, Any]]:
-    # Containers are copied, since other threads may be changing them.
-    if isinstance(item, dict | MappingProxyType):
-        yield from ((f"[{key!r}]", part) for key, part in list(item.items()))
-    elif isinstance(item, list | tuple | deque):
-        yield from ((f"[{k}]", part) for k, part in enumerate(list(item)))
-    elif isinstance(item, set | frozenset):
-        yield from (("{...}", part) for part in list(item))
-    elif isinstance(item, Iterator | MappingView):  # iterating would use it up
-        yield from (("{...}", part) for part in gc.get_referents(item))
-    elif isinstance(item, FunctionType | MethodType | BuiltinFunctionType):
-        yield from _bound(item)
-    for name, part in list(getattr(item, "__dict__", {}).items()):
-        yield f".{name}", part
-    for kind in type(item).__mro__:
-        for name, slot in vars(kind).items():
-            if type(slot) is MemberDescriptorType:
-                try:
-                    part = slot.__get__(item)
-                except AttributeError:  # not set
-                    continue
-                yield f".{name}", part
-
-
-def _bound(function: FunctionType | MethodType | BuiltinFunctionType) -> Iterator[tuple[str, Any]]:
-    if not isinstance(function, FunctionType):
-        yield ".__self__", function.__self__
-        return
-    yield ".__defaults__", function.__defaults__
-    yield ".__kwdefaults__", function.__kwdefaults__
-    names = function.__code__.co_freevars
-    for name, cell in zip(names, function.__closure__ or (), strict=True):
-        for part in gc.get_referents(cell):  # an empty cell has none
-            yield f".__closure__[{name!r}]", part
+    hides(value, note)
+    return sorted(found, key=lambda pair: id(pair[0]))

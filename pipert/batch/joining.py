@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 from pipert._typing import Value
-from pipert.batch.hidden import find, has_rows, registered
+from pipert.batch.hidden import REMEDY, has_rows, hides
 from pipert.batch.tensors import describe
-from pipert.batch.trees import flatten, is_whole, keys_of
+from pipert.batch.trees import flatten, is_whole, path_of
 
 __all__: list[str] = []
 
@@ -54,7 +53,15 @@ def _join(column: list[Any], outputs: list[Value], k: int, sizes: Sequence[int])
                 " layer return its padded rows, or use one chunk"
             )
         if sizes and len(column) > 1 and all([leaf.dim() > 0 for leaf in column]):
-            _require_rows(column, outputs, k, sizes)
+            rows = list(map(len, column))
+            each, rest = divmod(rows[0], sizes[0])
+            if rest or rows != [each * size for size in sizes]:
+                raise ValueError(
+                    f"{_path(outputs[0], k)} must have as many rows (dimension 0) as the "
+                    f"micro-batch, or a fixed multiple of that, but has {rows} in micro-batches of "
+                    f"{list(sizes)} rows; return a 0-dimensional tensor to have one value for each "
+                    "micro-batch"
+                )
         kinds = {(leaf.dim() > 0, leaf.shape[1:], leaf.dtype, leaf.device) for leaf in column}
         if len(kinds) > 1:
             raise ValueError(
@@ -69,7 +76,12 @@ def _join(column: list[Any], outputs: list[Value], k: int, sizes: Sequence[int])
         has_graph = any([leaf.requires_grad for leaf in column])
         with torch.set_grad_enabled(torch.is_grad_enabled() or has_graph):
             return torch.stack(column) if first.dim() == 0 else torch.cat(column)
-    _refuse_hidden_output(column, outputs, k)
+    for leaf in column:
+        if not isinstance(leaf, Tensor) and (has_rows(leaf) or hides(leaf, has_rows)):
+            raise ValueError(
+                f"{_path(outputs[0], k)} is a {type(leaf).__qualname__}, which has rows that "
+                f"pipert cannot join; {REMEDY}, or let the last layer return None for it"
+            )
     for i, leaf in enumerate(column[1:], start=1):
         if not _equal(first, leaf):
             raise ValueError(
@@ -78,38 +90,6 @@ def _join(column: list[Any], outputs: list[Value], k: int, sizes: Sequence[int])
                 "tensor to have one value for each micro-batch"
             )
     return first
-
-
-def _require_rows(
-    column: list[Tensor], outputs: list[Value], k: int, sizes: Sequence[int]
-) -> None:
-    rows = list(map(len, column))
-    each, rest = divmod(rows[0], sizes[0])
-    if rest or rows != [each * size for size in sizes]:
-        raise ValueError(
-            f"{_path(outputs[0], k)} must have as many rows (dimension 0) as the micro-batch, or "
-            f"a fixed multiple of that, but has {rows} in micro-batches of {list(sizes)} rows; "
-            "transpose it in the last layer if its rows are another dimension, and return a "
-            "0-dimensional tensor to have one value for each micro-batch"
-        )
-
-
-def _refuse_hidden_output(column: list[Any], outputs: list[Value], k: int) -> None:
-    for leaf in column:
-        if isinstance(leaf, Tensor):
-            continue
-        where = "" if has_rows(leaf) else find(leaf, has_rows)
-        if where is None:
-            continue
-        remedy = f"{registered(leaf)}, or let the last layer return None for it"
-        if isinstance(leaf, PackedSequence):
-            remedy = "return its padded rows: pad_packed_sequence(y, batch_first=True)"
-        elif not where:
-            remedy = "return a tensor"
-        raise ValueError(
-            f"{_path(outputs[0], k)} is a {type(leaf).__qualname__}, which has rows"
-            f"{where and f' (in {where})'} that pipert cannot join; {remedy}"
-        )
 
 
 def _equal(first: Any, other: Any) -> bool:
@@ -124,5 +104,5 @@ def _equal(first: Any, other: Any) -> bool:
 
 def _path(output: Value, k: int) -> str:
     """Return the path to the ``k``-th leaf as a user writes it, such as ``output[0]['mask']``."""
-    keys = keys_of(output, k)
-    return f"leaf {k} of the output" if keys is None else "output" + pytree.keystr(keys)
+    path = path_of(output, k)
+    return f"leaf {k} of the output" if path is None else f"output{path}"

@@ -19,12 +19,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 from pipert._typing import Value
-from pipert.batch.hidden import find, has_rows, registered
-from pipert.batch.trees import flatten, is_whole, keys_of
+from pipert.batch.hidden import REMEDY, has_rows, hides
+from pipert.batch.trees import flatten, is_whole, path_of
 
 __all__ = ["Replicate"]
 
@@ -102,11 +101,11 @@ def scatter_with_sizes(
     batch: int | None = None
 
     def path(k: int) -> str:
-        keys = keys_of((args, kwargs), k)
-        if keys is None:
+        found = path_of((args, kwargs), k)
+        if found is None:
             return f"leaf {k} of the arguments"
-        root = "args" if pytree.keystr(keys[:1]) == "[0]" else "kwargs"
-        return (root + pytree.keystr(keys[1:])).replace(f"kwargs[{TARGET!r}]", "target", 1)
+        root = "args" if found.startswith("[0]") else "kwargs"
+        return (root + found[3:]).replace(f"kwargs[{TARGET!r}]", "target", 1)
 
     for k, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor):
@@ -168,23 +167,14 @@ def _own_versions(parts: tuple[Tensor, ...]) -> list[Tensor]:
 def _refuse_hidden_rows(path: Callable[[int], str], k: int, leaf: Any) -> None:
     if isinstance(leaf, Replicate):
         return
-    name = f"{path(k)} is a {type(leaf).__qualname__}"
-    if isinstance(leaf, PackedSequence):
+    is_array = has_rows(leaf)
+    if is_array or hides(leaf, has_rows):
+        remedy = "convert it with torch.as_tensor" if is_array else REMEDY
         raise TypeError(
-            f"{name}, whose data is sorted by time, so no micro-batch is a part of it; pass the "
-            "padded rows and their lengths, and let the layer pack them (pack_padded_sequence)"
+            f"{path(k)} is a {type(leaf).__qualname__}, which pipert cannot split: each "
+            f"micro-batch would get the rows of all. To split its rows, {remedy}; or wrap it in "
+            "Replicate(...)"
         )
-    if has_rows(leaf):
-        what, remedy = "", "convert it with torch.as_tensor to split its rows"
-    elif (where := find(leaf, has_rows)) is not None:
-        what = f" (it has some in {where})"
-        remedy = f"{registered(leaf)} to split its tensors, or pass them as arguments"
-    else:
-        return
-    raise TypeError(
-        f"{name}, which pipert cannot split: each micro-batch would get the rows of all{what}. "
-        f"Either {remedy}, or wrap it in Replicate(...)"
-    )
 
 
 def _refuse_layout(path: Callable[[int], str], k: int, tensor: Tensor) -> None:

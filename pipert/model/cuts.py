@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from torch import nn
 
@@ -25,112 +24,61 @@ from pipert.layers.modules import modules_of
 __all__: list[str] = []
 
 
-class Cuts(tuple[str, ...]):
-    """The checked names of the modules at which a model is cut; partition 0 has none.
+def check_cuts(model: nn.Module, names: Iterable[str]) -> tuple[str, ...]:
+    """Return the names of the modules at which a model is cut; partition 0 has none.
 
     Raises:
-        TypeError: ``names`` is not an iterable of strings.
+        TypeError: ``names`` are not names, as in ``model.named_modules()``.
         ValueError: a name belongs to no module or is given twice, or no partition can begin there.
     """
-
-    __slots__ = ()
-
-    def __new__(cls, model: nn.Module, names: Iterable[str]) -> Cuts:
-        """Check ``names``, which are those of ``model.named_modules()``."""
-        if isinstance(names, str) or not isinstance(names, Iterable):
-            raise TypeError(
-                f"cuts must be an iterable of names of modules, got {names!r}; give a list of them"
-            )
-        given = list(names)
-        if strange := [name for name in given if not isinstance(name, str)]:
-            raise TypeError(
-                f"cuts must be names of modules, got {strange[0]!r}; give names as in "
-                "model.named_modules()"
-            )
-        if wrong := _mistakes(model, given):
-            raise ValueError("; ".join(wrong))
-        return super().__new__(cls, given)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return tuple, (tuple(self),)  # a copy is not checked against its model
-
-
-def _mistakes(model: nn.Module, names: Sequence[str]) -> list[str]:
-    """Describe each mistake in ``names`` and its remedy."""
+    given = tuple(names)
+    if isinstance(names, str) or not all(isinstance(name, str) for name in given):
+        raise TypeError(
+            f"cuts must be a list of names, as in model.named_modules(), got {names!r}"
+        )
     known = dict(model.named_modules())
     first = {module: name for name, module in known.items()}
     found = []
-    for k, name in enumerate(names):
+    for k, name in enumerate(given):
         module = lookup(model, name)
         if name == "":
             found.append("the cut '' is the whole model, which partition 0 begins; leave it out")
-        elif name in names[:k]:
+        elif name in given[:k]:
             found.append(f"the cut {name!r} is given twice; leave one out")
         elif module is None:
-            found.append(f"the model has no module {name!r}" + _advice(name, known))
+            close = " or ".join(map(repr, difflib.get_close_matches(name, known)))
+            meant = f"; did you mean {close}?" if close else ""
+            found.append(f"the model has no module {name!r}{meant}")
         elif first[module] != name:
-            found.append(
-                f"the cut {name!r} is the same module as {first[module]!r}; if partition {k + 1} "
-                "begins with its first call, give that name, else another module"
-            )
+            found.append(f"the cut {name!r} is the same module as {first[module]!r}; name that")
         elif not is_called(module):
-            found.append(
-                f"the cut {name!r} is {_with_article(module)}, which is never called; "
-                + _instead(name, module)
-            )
-    if found:
-        return found
-    compiled = [text for name in names for text in _compiled(model, name)]
-    return _nested({known[name]: name for name in names}) + compiled
+            kind = type(module).__qualname__
+            found.append(f"the cut {name!r} ({kind}) is never called; name a module inside it")
+    if found := found or _unseen(model, {known[name]: name for name in given}):
+        raise ValueError("; ".join(found))
+    return given
 
 
-def _advice(name: str, known: Iterable[str]) -> str:
-    """Suggest ``known`` names that might be meant."""
-    same_end = [one for one in known if one.endswith(f".{name}") or name.endswith(f".{one}")]
-    close = list(dict.fromkeys(same_end + difflib.get_close_matches(name, known)))[:3]
-    if not close:
-        return "; give a name as in model.named_modules()"
-    return "; did you mean " + " or ".join(map(repr, close)) + "?"
-
-
-def _with_article(module: nn.Module) -> str:
-    kind = type(module).__qualname__
-    return f"an {kind}" if kind[0] in "AEIOU" else f"a {kind}"
-
-
-def _instead(name: str, module: nn.Module) -> str:
-    """Suggest a cut in place of a container that is never called."""
-    first = next((path for path, inner in module.named_modules() if is_called(inner)), None)
-    if first is None:
-        return "give a module that is"
-    kind = "element" if isinstance(module, nn.ModuleList) else "module"
-    return f"name its first {kind}, {f'{name}.{first}'!r}"
-
-
-def _nested(cuts: Mapping[nn.Module, str]) -> list[str]:
-    """Describe the cuts that are inside other cuts, under any name."""
-    return [
+def _unseen(model: nn.Module, cuts: Mapping[nn.Module, str]) -> list[str]:
+    """Describe the cuts inside other cuts, under any name, and inside compiled containers."""
+    found = [
         f"the cut {cuts[inner]!r} is inside the cut {name!r}, which would be in two partitions; "
         "leave one out"
         for module, name in cuts.items()
         for inner in modules_of(module)
         if inner is not module and inner in cuts
     ]
-
-
-def _compiled(model: nn.Module, name: str) -> list[str]:
-    """Describe the outermost container of a cut that is compiled or scripted, if any is."""
-    path = name.split(".")
-    for k in range(len(path)):
-        outer = ".".join(path[:k])
-        container = lookup(model, outer)
-        if container is not None and is_compiled_itself(container):
-            whole = f"{outer!r}" if outer else "the model"
-            return [
-                f"the cut {name!r} is inside {whole}, which is compiled or scripted and calls it "
-                "unseen; compile the layers between the cuts instead"
-            ]
-    return []
+    for name in cuts.values():
+        path = name.split(".")
+        for outer in (".".join(path[:k]) for k in range(len(path))):
+            container = lookup(model, outer)
+            if container is not None and is_compiled_itself(container):
+                found.append(
+                    f"the cut {name!r} is inside {repr(outer) if outer else 'the model'}, which is "
+                    "compiled or scripted and calls it unseen; compile the layers instead"
+                )
+                break
+    return found
 
 
 def lookup(model: nn.Module, name: str) -> nn.Module | None:
@@ -156,7 +104,7 @@ def layers_of(model: nn.Module, cuts: Iterable[str]) -> dict[str, nn.Module]:
 
     Args:
         model: the model.
-        cuts: names that :class:`Cuts` has checked.
+        cuts: names that :func:`check_cuts` has checked.
     """
     cut_modules = {model.get_submodule(name) for name in cuts}
     found: dict[nn.Module, str] = {}
@@ -166,7 +114,7 @@ def layers_of(model: nn.Module, cuts: Iterable[str]) -> dict[str, nn.Module]:
         if module in seen:
             return
         seen.add(module)
-        if is_called(module) and not _has_inside(module, cut_modules):
+        if is_called(module) and cut_modules.isdisjoint({*modules_of(module)} - {module}):
             found[module] = name
             return
         for child_name, child in module._modules.items():
@@ -179,10 +127,6 @@ def layers_of(model: nn.Module, cuts: Iterable[str]) -> dict[str, nn.Module]:
 
 def _joined(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
-
-
-def _has_inside(module: nn.Module, cuts: set[nn.Module]) -> bool:
-    return any(inner in cuts for inner in modules_of(module) if inner is not module)
 
 
 def homes(
@@ -223,8 +167,7 @@ def _check_order(cuts: Sequence[str], called: Sequence[str]) -> None:
     if missing := [name for name in cuts if name not in called]:
         raise ValueError(
             f"the cuts {missing} were not called, so no partition begins there; give modules that "
-            "the model calls with arguments like these, by module(...) and not by a method of "
-            "theirs, and does not skip at random as LayerDrop does"
+            "the model calls, by module(...), for each batch"
         )
     in_order = [name for name in called if name in cuts]
     if list(cuts) != in_order:
@@ -233,8 +176,8 @@ def _check_order(cuts: Sequence[str], called: Sequence[str]) -> None:
         )
     if cuts and called[0] == cuts[0]:
         raise ValueError(
-            f"the cut {cuts[0]!r} is the first layer that is called, so partition 0 would have "
-            "none; leave it out, as that partition begins with the model"
+            f"the cut {cuts[0]!r} is the first layer that is called, where partition 0 begins; "
+            "leave it out"
         )
 
 

@@ -13,7 +13,6 @@ from torch import nn
 
 from pipert._typing import Device
 from pipert.layers.batchnorm import check_batch_norm
-from pipert.model.batch_first import warn_if_not_batch_first
 from pipert.model.devices import default_devices, parse_devices
 from pipert.model.placed import Placed
 from pipert.model.settings import whole
@@ -24,6 +23,7 @@ from pipert.model.split import (
     place,
     sequential,
     split,
+    warn_if_not_batch_first,
 )
 from pipert.skip.verify import verify_skippables
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from operator import index
 from typing import Any
 
@@ -18,16 +17,10 @@ _MODES = ("always", "except_last", "never")
 
 def check_chunks(chunks: Any) -> int:
     """Return ``chunks`` as an integer; refuse anything but a positive whole number."""
-    number = whole(chunks, "chunks", _ADVICE)
+    number = whole(chunks, "chunks")
     if number < 1:
         raise ValueError(f"chunks must be a positive number of micro-batches, got {chunks!r}")
     return number
-
-
-_ADVICE = (
-    "; no number is chosen for you: begin with four times the partitions, and let the report of "
-    "pipe.record() say whether more or fewer are better"
-)
 
 
 def check_checkpoint(checkpoint: Any) -> str | None:
@@ -37,26 +30,21 @@ def check_checkpoint(checkpoint: Any) -> str | None:
     return None if checkpoint is None else str(checkpoint)
 
 
-def whole(number: Any, what: str, advice: str = "") -> int:
+def whole(number: Any, what: str) -> int:
     """Return ``number`` as an int; refuse anything else, such as ``2.0`` or ``"2"``."""
     try:
         return index(number)
     except TypeError:
-        kind = type(number).__qualname__
-        message = f"{what} must be a whole number, an int, got {number!r}, a {kind}{advice}"
-        raise TypeError(message) from None
+        raise TypeError(f"{what} must be an int, got {number!r}") from None
 
 
 def check_timeout(timeout: Any) -> float | None:
     """Return the limit in seconds; ``None`` if there is none, or a lock cannot wait that long."""
     if timeout is None:
         return None
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float):
-        raise TypeError(f"timeout must be a number of seconds or None, got {timeout!r}")
-    seconds = float(timeout)
-    if math.isnan(seconds) or seconds <= 0.0:
+    if not timeout > 0:  # NaN included
         raise ValueError(f"timeout must be a positive number of seconds or None, got {timeout!r}")
-    return seconds if seconds <= threading.TIMEOUT_MAX else None
+    return float(timeout) if timeout <= threading.TIMEOUT_MAX else None
 
 
 def refuse_keywords_of(
@@ -80,19 +68,3 @@ def refuse_keywords_of(
                 " too, and would not get it. Pass the layer's by position, or give it another name"
                 + (", or set pipe.timeout" if name == "timeout" else "")
             )
-
-
-def note_arguments(
-    error: BaseException, layer: nn.Module | None, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> None:
-    """Note on the error of a step that the first layer does not take its arguments, if so."""
-    if layer is None:
-        return
-    try:
-        inspect.signature(layer.forward).bind(*args, **kwargs)
-    except (TypeError, ValueError):
-        error.add_note(
-            f"{type(layer).__qualname__} does not take these arguments; it gets all that "
-            "forward_backward does not take itself. Give the target by keyword, target=..., and set"
-            " pipe.chunks and pipe.checkpoint before the call"
-        )

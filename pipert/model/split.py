@@ -6,18 +6,33 @@ Layers remain the same objects under the same names, so parameters keep their id
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from pipert._torch import NormBase
+from pipert.errors import NotBatchFirstWarning
 from pipert.layers.tied import Weights, borrowed, check_borrowers
-from pipert.model.partition import Partition
 
 __all__: list[str] = []
+
+
+class Partition(nn.Sequential):
+    """Consecutive layers of the user's module. It takes no hooks: a pipe calls each layer."""
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise RuntimeError(
+            "a hook of a partition would never be called, since a pipe calls its layers; register "
+            "it on a layer, such as pipe.partitions[j][0], or on the pipe for whole calls"
+        )
+
+    register_forward_pre_hook = register_forward_hook = _refuse
+    register_full_backward_pre_hook = register_full_backward_hook = _refuse
+    register_backward_hook = _refuse
 
 
 def check_module(module: Any) -> None:
@@ -58,12 +73,31 @@ def check_values(module: nn.Module) -> None:
         )
 
 
+def warn_if_not_batch_first(module: nn.Module) -> None:
+    """Warn about modules inside that take dimension 0 for time, which is torch's default."""
+    names = [
+        name
+        for name, inner in module.named_modules()
+        if isinstance(inner, nn.RNNBase | nn.MultiheadAttention) and not inner.batch_first
+    ]
+    if names:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        warnings.warn(
+            f"modules with batch_first=False, which take dimension 0 for time: {names[:3]}{more}. "
+            "A pipe splits along dimension 0, so each micro-batch would be a part of the sequence. "
+            "Make them with batch_first=True, and pass rows in dimension 0. If a layer of your own "
+            "transposes their input, all is well: ignore pipert.NotBatchFirstWarning",
+            NotBatchFirstWarning,
+            stacklevel=4,  # Partitioned, Pipe, and the code that makes one
+        )
+
+
 def require_balance(balance: Any) -> Iterable[int]:
     """Return ``balance``; refuse ``None`` and anything that is not iterable."""
     if balance is None:
         raise ValueError(
             "balance is required: how many layers each partition takes, one entry for each "
-            "device" + balance_advice(max(2, torch.cuda.device_count()))
+            f"device; {_MEASURE}"
         )
     if not isinstance(balance, Iterable) or isinstance(balance, str | bytes):
         raise TypeError(
@@ -75,13 +109,12 @@ def require_balance(balance: Any) -> Iterable[int]:
 def check_balance(module: nn.Sequential, balance: Sequence[int], devices: int) -> None:
     """Refuse a balance that does not fit the module or the number of devices."""
     layers = len(module)
-    advice = balance_advice(min(layers, max(1, len(balance)))) if layers else ""
     if any(count <= 0 for count in balance):
-        raise ValueError(f"each entry of balance must be positive, got {list(balance)}{advice}")
+        raise ValueError(f"each entry of balance must be positive, got {list(balance)}")
     if sum(balance) != layers:
         raise ValueError(
             f"balance must add up to the number of layers, but {list(balance)} adds up to "
-            f"{sum(balance)} and the module has {layers}{advice}"
+            f"{sum(balance)} and the module has {layers}; {_MEASURE}"
         )
     if len(balance) > devices:
         raise IndexError(
@@ -90,15 +123,7 @@ def check_balance(module: nn.Sequential, balance: Sequence[int], devices: int) -
         )
 
 
-def balance_advice(partitions: int) -> str:
-    """Return advice on how to obtain a balance, to end an error message with."""
-    return (
-        ". To have the layers measured:\n\n"
-        "    from pipert.balance import balance_by_time\n"
-        f"    pipe = Pipe(module, balance_by_time({partitions}, module, sample), ...)\n\n"
-        f"for {partitions} devices, a sample as large as a micro-batch; if memory is short, "
-        "use balance_by_size"
-    )
+_MEASURE = "pipert.balance.balance_by_time(partitions, module, sample) measures one"
 
 
 def split(module: nn.Sequential, balance: Sequence[int]) -> tuple[nn.Sequential, ...]:

@@ -22,7 +22,7 @@ from pipert.layers.batchnorm import DeferredStats
 from pipert.layers.call import is_recomputing
 from pipert.layers.compiling import refuse_compilation
 from pipert.model.placed import Placed
-from pipert.model.settings import check_timeout, note_arguments, refuse_keywords_of
+from pipert.model.settings import check_timeout, refuse_keywords_of
 from pipert.observe.observers import Observer
 from pipert.schedules.plan import BOUNDED, Schedule, maker_of, plan, recomputed
 from pipert.stage.assembly import Model
@@ -248,11 +248,7 @@ class Pipelined(Placed):
         step = Step(loss, return_outputs)
         deferred = self._deferred_batch_norm
         stats = DeferredStats(self._batch_norm_groups()) if deferred else None
-        try:
-            total = self._runtime.step(inputs, planned, step, stats, seconds)
-        except TypeError as error:
-            note_arguments(error, self._entry_module(), args, kwargs)
-            raise
+        total = self._runtime.step(inputs, planned, step, stats, seconds)
         if stats is not None:
             stats.commit()
         return (total, step.output) if return_outputs else total

@@ -25,12 +25,16 @@ from pipert.skip.namespace import Key, show
 __all__: list[str] = []
 
 
-class _Absent(enum.Enum):
+class _Sentinel(enum.Enum):
     ABSENT = "absent"
+    NEW = "new"
 
 
-ABSENT = _Absent.ABSENT
+ABSENT = _Sentinel.ABSENT
 """Stands for a skip whose stashing layer did not run, as a nested layer may not."""
+
+NEW = _Sentinel.NEW
+"""Stands for the store of a task whose partition declares no skips: it is made on demand."""
 
 
 class Stashed:
@@ -138,14 +142,7 @@ class _PerThread(threading.local):
         self.store = Store()
 
 
-class _New(enum.Enum):
-    NEW = "new"
-
-
-NEW = _New.NEW
-"""Stands for the store of a task whose partition declares no skips: it is made on demand."""
-
-of_task: ContextVar[Store | _New | None] = ContextVar("pipert_skips", default=None)
+of_task: ContextVar[Store | _Sentinel | None] = ContextVar("pipert_skips", default=None)
 """The store of the current task, set in the task's own context; ``None`` outside tasks."""
 
 _of_thread = _PerThread()
@@ -154,9 +151,10 @@ _of_thread = _PerThread()
 def current_store() -> Store:
     """Returns the store that layers stash to and pop from in this context."""
     store = of_task.get()
+    if isinstance(store, Store):
+        return store
     if store is None:
         return _of_thread.store
-    if store is NEW:
-        store = Store({})
-        of_task.set(store)
-    return store
+    new = Store({})
+    of_task.set(new)
+    return new

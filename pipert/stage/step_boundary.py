@@ -20,7 +20,7 @@ from pipert.autograd import order, streams
 from pipert.autograd.hooks import refuse
 from pipert.autograd.order import begin_numbers
 from pipert.autograd.recompute import Edges, Graph, Recomputation, Replay, edges_of
-from pipert.batch.hidden import CLOSED_TO_GRAPHS, find, registered
+from pipert.batch.hidden import CLOSED_TO_GRAPHS, REMEDY, hides
 from pipert.batch.tensors import Carried, differentiable
 from pipert.batch.trees import ORDINARY, flatten
 from pipert.layers.place import Place
@@ -204,12 +204,11 @@ def _refuse_hidden_graph(y: Value) -> None:
     if ORDINARY.issuperset(map(type, leaves)):
         return
     for leaf in leaves:
-        where = find(leaf, _is_in_graph, CLOSED_TO_GRAPHS)
-        if where is not None:
+        if hides(leaf, _is_in_graph, CLOSED_TO_GRAPHS):
             raise TypeError(
                 f"a value for another partition has a {type(leaf).__qualname__} that holds a tensor"
-                f" of its graph (in {where}), which forward_backward cannot take apart; "
-                f"{registered(leaf)}, return None for it, or call the pipe and loss.backward()"
+                f" of its graph, which forward_backward cannot take apart; {REMEDY}, return None "
+                "for it, or call the pipe and loss.backward()"
             )
 
 

@@ -14,7 +14,7 @@ from pipert.balance import by_calls, by_time
 from pipert.balance.by_calls import choose_cuts
 from pipert.balance.call_times import block_times
 from pipert.model.calls import order_of_calls
-from pipert.model.cuts import Cuts, homes, layers_of
+from pipert.model.cuts import check_cuts, homes, layers_of
 from tests.spending import CLOCK, spend
 
 X = torch.ones(2, 3)
@@ -63,7 +63,7 @@ class Stack(nn.Module):
 def chosen(model: nn.Module, n: int, example: Any = X, **options: Any) -> list[str]:
     options = {"timeout": 0, "device": "cpu", **options}
     cuts = choose_cuts(model, n, example, **options)
-    layers = layers_of(model, Cuts(model, cuts))
+    layers = layers_of(model, check_cuts(model, cuts))
     assert len(set(homes(layers, cuts, order_of_calls(model, layers, example)).values())) == n
     return cuts
 

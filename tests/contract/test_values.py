@@ -133,7 +133,7 @@ def test_an_object_that_hides_a_differentiable_tensor_crosses_a_boundary_or_is_r
         assert_equal(module, balance, way, batch(7, requires_grad=True))
         return
     with piped(module, balance, way) as pipe:
-        message = r"has a Cache that holds a tensor of its graph \(in .*\['keys'\]\).*register"
+        message = r"has a Cache that holds a tensor of its graph.*register"
         with pytest.raises(TypeError, match=message):
             take_step(pipe, way, batch(7))
     assert set(grads_of(module).values()) == {None}
@@ -148,19 +148,15 @@ class Doubles:
 
 
 BOUND: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor], str]] = {
-    "closure": (lambda x: lambda: x * 2, lambda f: f(), r"a function .*__closure__\['x'\]"),
-    "default": (
-        lambda x: lambda a=x: a * 2, lambda f: f(), r"a function .*__defaults__\[0\]",
-    ),
-    "keyword": (
-        lambda x: lambda *, a=x: a * 2, lambda f: f(), r"a function .*__kwdefaults__\['a'\]",
-    ),
-    "method": (lambda x: Doubles(x).double, lambda f: f(), r"a method .*__self__.x"),
-    "tensor's method": (lambda x: x.mul, lambda f: f(2), r"a builtin_\w+ .*__self__"),
-    "iterator": (lambda x: iter([x]), lambda f: next(f) * 2, r"a list_iterator .*"),
-    "generator": (lambda x: (y for y in (x,)), lambda f: next(f) * 2, r"a generator .*"),
-    "view": (lambda x: {"x": x}.values(), lambda f: next(iter(f)) * 2, r"a dict_values .*"),
-}  # fmt: skip
+    "closure": (lambda x: lambda: x * 2, lambda f: f(), "a function"),
+    "default": (lambda x: lambda a=x: a * 2, lambda f: f(), "a function"),
+    "keyword": (lambda x: lambda *, a=x: a * 2, lambda f: f(), "a function"),
+    "method": (lambda x: Doubles(x).double, lambda f: f(), "a method"),
+    "tensor's method": (lambda x: x.mul, lambda f: f(2), r"a builtin_\w+"),
+    "iterator": (lambda x: iter([x]), lambda f: next(f) * 2, "a list_iterator"),
+    "generator": (lambda x: (y for y in (x,)), lambda f: next(f) * 2, "a generator"),
+    "view": (lambda x: {"x": x}.values(), lambda f: next(iter(f)) * 2, "a dict_values"),
+}
 
 
 @pytest.mark.layered  # the graph is cut in there, too
@@ -174,7 +170,7 @@ def test_a_function_that_has_bound_a_tensor_of_the_graph_is_refused_in_a_step(
     module = between(lambda x: (x.sin(), bind(x.cos())), lambda v: v[0] * use(v[1]))
     way = Way(schedule, mode)
     with piped(module, [2, 2], way) as pipe:
-        with pytest.raises(TypeError, match=f"has {found}\\).*put its tensors into a tuple"):
+        with pytest.raises(TypeError, match=f"has {found} .*put its tensors into a tuple"):
             take_step(pipe, way, batch(7))
     assert set(grads_of(module).values()) == {None}
 

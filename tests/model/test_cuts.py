@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipert.model.cuts import Cuts, homes, homes_outside_of_layers, layers_of
+from pipert.model.cuts import check_cuts, homes, homes_outside_of_layers, layers_of
 from tests.torchscript import uses_torchscript
 
 
@@ -66,7 +64,7 @@ ORDER = [*NAMES, "head"]  # of first calls
 
 def refused(names: Any, model: nn.Module | None = None) -> str:
     with pytest.raises(ValueError) as error:
-        Cuts(model or Model(), names)
+        check_cuts(model or Model(), names)
     return str(error.value)
 
 
@@ -74,42 +72,26 @@ def refused(names: Any, model: nn.Module | None = None) -> str:
 
 
 def test_cuts_are_the_names_in_the_order_given() -> None:
-    assert Cuts(Model(), (name for name in ("head", "decoder.layers.1"))) == (
+    assert check_cuts(Model(), (name for name in ("head", "decoder.layers.1"))) == (
         "head",
         "decoder.layers.1",
     )
 
 
-def test_cuts_can_be_copied_and_pickled() -> None:
-    cuts = Cuts(Model(), ["head"])
-    assert copy.copy(cuts) == copy.deepcopy(cuts) == pickle.loads(pickle.dumps(cuts)) == cuts
-
-
 @pytest.mark.parametrize(
     ("names", "told"),
-    [("head", "must be an iterable of names of modules, got 'head'"), (3, "got 3"), ([3], "got 3")],
+    [("head", "must be a list of names, .* got 'head'"), ([3], "got .3."), (3, "not iterable")],
 )
 def test_a_value_that_is_no_list_of_names_is_refused(names: Any, told: str) -> None:
     with pytest.raises(TypeError, match=told):
-        Cuts(Model(), names)
+        check_cuts(Model(), names)
 
 
-@pytest.mark.parametrize(
-    ("name", "meant"),
-    [
-        ("decoder.layer.1", "'decoder.layers.1'"),
-        ("layers.2", "'decoder.layers.2'"),  # as in the model that this one wraps
-        ("model.head", "'head'"),  # and the other way round
-    ],
-)
-def test_an_unknown_name_is_refused_with_those_that_may_be_meant(name: str, meant: str) -> None:
+@pytest.mark.parametrize("name", ["decoder.layer.1", "layers.1"])
+def test_an_unknown_name_is_refused_with_those_that_may_be_meant(name: str) -> None:
     told = refused([name])
     assert f"no module {name!r}; did you mean " in told
-    assert meant in told
-
-
-def test_an_unknown_name_like_no_other_is_refused_with_where_to_look() -> None:
-    assert "no module 'xyz'; give a name as in model.named_modules()" in refused(["xyz"])
+    assert "'decoder.layers.1'" in told
 
 
 def test_all_mistakes_are_reported_at_once() -> None:
@@ -119,19 +101,11 @@ def test_all_mistakes_are_reported_at_once() -> None:
     assert "'' is the whole model" in told
 
 
-@pytest.mark.parametrize(
-    ("container", "told"),
-    [
-        (nn.ModuleList([Block(), Block()]), "a ModuleList{}; name its first element, 'part.0'"),
-        (nn.ModuleDict({"up": Block()}), "a ModuleDict{}; name its first module, 'part.up'"),
-        (nn.ModuleList([nn.ModuleList([Block()])]), "name its first element, 'part.0.0'"),
-        (nn.ParameterList([torch.ones(1)]), "a ParameterList{}; give a module that is"),
-    ],
-)
-def test_a_container_is_refused_with_the_names_to_use(container: nn.Module, told: str) -> None:
+@pytest.mark.parametrize("kind", [nn.ModuleList, nn.ModuleDict, nn.ParameterList])
+def test_a_container_that_is_never_called_is_refused(kind: Any) -> None:
     model = Model()
-    model.part = container
-    assert told.format(", which is never called") in refused(["part"], model)
+    model.part = kind()
+    assert f"'part' ({kind.__name__}) is never called" in refused(["part"], model)
 
 
 def test_a_list_with_a_forward_that_was_put_on_it_and_back_is_still_never_called() -> None:
@@ -150,7 +124,7 @@ def test_one_module_under_two_names_is_refused() -> None:
     model = Model()
     model.again = model.head
     assert "'again' is the same module as 'head'" in refused(["head", "again"], model)
-    assert Cuts(model, ["head"]) == ("head",)
+    assert check_cuts(model, ["head"]) == ("head",)
 
 
 @pytest.mark.parametrize("whole", [False, True])
@@ -167,14 +141,14 @@ def test_a_cut_inside_of_a_scripted_module_is_refused() -> None:
     model = Model()
     model.scripted = torch.jit.script(nn.Sequential(nn.Linear(4, 4)))
     assert "inside 'scripted', which is compiled or scripted" in refused(["scripted.0"], model)
-    assert Cuts(model, ["scripted"]) == ("scripted",)
+    assert check_cuts(model, ["scripted"]) == ("scripted",)
     assert "no module 'scripted.1'" in refused(["scripted.1"], model)
 
 
 def test_a_compiled_layer_may_be_a_cut() -> None:
     model = Model()
     model.decoder.layers[1]._compiled_call_impl = model.decoder.layers[1]._call_impl
-    assert Cuts(model, ["decoder.layers.1"]) == ("decoder.layers.1",)
+    assert check_cuts(model, ["decoder.layers.1"]) == ("decoder.layers.1",)
 
 
 # Layers

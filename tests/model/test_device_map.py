@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipert.model.cuts import Cuts
+from pipert.model.cuts import check_cuts
 from pipert.model.device_map import cuts_of_device_map, remove_hooks
 
 
@@ -51,7 +51,7 @@ def mapped(device_map: dict[str, Any]) -> Model:
 def cuts_of(device_map: dict[str, Any]) -> tuple[list[str], list[str]]:
     model = mapped(device_map)
     cuts, devices = cuts_of_device_map(model)
-    assert list(Cuts(model, cuts)) == cuts
+    assert list(check_cuts(model, cuts)) == cuts
     return cuts, list(map(str, devices))
 
 
