@@ -295,3 +295,10 @@ def test_the_tour_passes_every_file() -> None:
     files = [str(file.relative_to(ROOT / "pipert")) for file in (ROOT / "pipert").rglob("*.py")]
     files = [file for file in files if not file.endswith("__init__.py")]
     assert [file for file in files if f"`{file}`" not in tour] == []
+
+
+@pytest.mark.parametrize("page", ["architecture", "design"])
+def test_the_files_that_a_page_names_exist(page: str) -> None:
+    named = re.findall(r"`([\w/]+\.py)`", (DOCS / f"{page}.md").read_text())
+    places = [ROOT, ROOT / "pipert"]
+    assert [file for file in named if not any((place / file).exists() for place in places)] == []

@@ -23,7 +23,7 @@ HEAD = f"""\
 # Models that were tried
 
 `pipert.pipeline` runs these models as they are: tiny versions, built from a configuration. Each cut
-begins a new partition, and there are {CHUNKS} micro-batches. The reference is the plain model, run on
+begins a new partition; there are {CHUNKS} micro-batches. The reference is the plain model, run on
 one micro-batch after the other: outputs must be equal bit for bit, and the gradients of *all*
 parameters up to the order of sums.
 
