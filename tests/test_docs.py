@@ -35,7 +35,6 @@ PLACE = re.compile(r"\]\(([^)#:]+)#([^)]+)\)")
 KINDS = {"python", "bash", "sh", "text"}
 NEEDS = {
     "any_model": ("transformers", "accelerate", "peft"),
-    "running_for_weeks": ("prometheus_client",),
     "seeing": ("matplotlib",),
     "ddp": ("numpy",), "several_machines": ("numpy",),
 }
