@@ -10,31 +10,74 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from pipert._torch import node_count
 from pipert._typing import Value
 from pipert.any_model.checkpointed_calls import CheckpointedCalls
 from pipert.any_model.forward_recording import ForwardRecording
 from pipert.any_model.intercept import Intercept, Paused
 from pipert.any_model.map_tensors import map_tensors
 from pipert.any_model.microbatch_graph import MicroBatchGraph
-from pipert.any_model.model_layers import ModelLayer
-from pipert.any_model.model_run import ModelRun
+from pipert.any_model.model_layers import ModelLayer, ModelLayers
+from pipert.any_model.parameter_copies import ParameterCopies
+from pipert.any_model.shared_state import Inspection
 from pipert.any_model.tensor_copies import TensorCopies
 from pipert.autograd.order import begin_numbers
+from pipert.layers.batchnorm import PartitionStats
 from pipert.layers.buffers import KEEPING, kept_counters
 from pipert.layers.cpu_draws import DRAWING
 from pipert.layers.nested_checkpoint import is_in_checkpoint
 from pipert.layers.random_numbers import Draws, drawing
+from pipert.stage.run import Run
 from pipert.stage.stage import Stage
+from pipert.stage.step import Step
 from pipert.workers.context import NOTHING, is_transformed
 
 __all__: list[str] = []
 
 _CALLS = 1 << 32  # more than tasks of a run, so each call of a layer has its own number
+
+
+@dataclass(slots=True, eq=False)
+class ModelRun:
+    """One run of a model. Made by the caller."""
+
+    run: Run
+    module: nn.Module
+    layers: ModelLayers
+    step: Step | None
+    stats: PartitionStats | None
+    """The deferred statistics of the whole model, if any. One worker notes each layer's."""
+    inspection: Inspection | None
+    """Compares what micro-batches set on modules, in some of the runs."""
+    draws: bool = False
+    """Whether any layer might draw random numbers; in which partition it will is unknown."""
+    graphs: dict[int, MicroBatchGraph] = field(default_factory=dict)
+    """The graph of each micro-batch in a step."""
+    checkpointed: dict[tuple[int, int], CheckpointedCalls] = field(default_factory=dict)
+    """By micro-batch and partition, those of a step, until they are recomputed."""
+    copies_tensors: bool = field(init=False)
+    """Whether tensors may have to be copied to a device, at least the arguments."""
+    parameters: ParameterCopies = field(init=False)
+    first_node: int = field(init=False)
+    """Nodes with lower numbers are the caller's, or turns of micro-batches (``autograd.order``)."""
+
+    def __post_init__(self) -> None:
+        self.copies_tensors = {device.type for device in self.run.devices} != {"cpu"}
+        is_step = self.step is not None
+        self.parameters = ParameterCopies(self.module, is_step, self.copies_tensors)
+        self.first_node = max(node_count(), self.run.plan.m)
+
+    def clear(self) -> None:
+        """Forget all micro-batches."""
+        self.inspection = None
+        self.graphs.clear()
+        self.checkpointed.clear()
 
 
 class AroundLayers:

@@ -60,12 +60,13 @@ class BoundaryTensors:
     def __init__(self, cuts: bool) -> None:
         self._cuts = cuts
         self._current: dict[int, _Boundary] = {}  # the partition's, by the id of the original
-        self._changed: dict[int, _Boundary] = {}  # those that earlier partitions have changed
+        self.changed: dict[int, _Boundary] = {}
+        """Those that earlier partitions have changed."""
         self._changes: dict[int, int] = {}  # first node of the partition that changed each memory
 
     def as_left(self, tensor: Tensor) -> Tensor:
         """Return what takes the place of ``tensor`` since an earlier partition (rule 2)."""
-        while (changed := self._changed.get(id(tensor))) is not None:
+        while (changed := self.changed.get(id(tensor))) is not None:
             tensor = changed.tensor
         return tensor
 
@@ -120,7 +121,7 @@ class BoundaryTensors:
         It is refused even if the change came after the use. The user was made by this thread, which
         alone holds the tensor, so its number can be compared.
         """
-        for one in self._changed.values():
+        for one in self.changed.values():
             made_by = one.original.grad_fn, one.original.output_nr
             if made_by == place and sequence_nr(user) > one.since:
                 raise RuntimeError(
@@ -141,7 +142,7 @@ class BoundaryTensors:
             if one.has_changed():
                 self._changes[_memory(one.original)] = start
                 if is_tracked or one.first_node is None or not self._cuts:
-                    self._changed[key] = one
+                    self.changed[key] = one
         self._current.clear()
 
     def _refuse_overlapping(self) -> None:

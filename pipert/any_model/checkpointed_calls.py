@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 from torch import Tensor
 
 from pipert._typing import Tensors, Value
-from pipert.any_model.argument_objects import ArgumentObjects
+from pipert.any_model.argument_objects import objects_in, refuse_changes
 from pipert.any_model.map_tensors import in_same_object
 from pipert.autograd.checkpoint import Checkpoint
 from pipert.autograd.gate import proxy_of
@@ -85,8 +85,7 @@ class CheckpointedCalls:
         call = CheckpointedCall(compute, around, note, outputs, self._hooks)
         checkpoint = Checkpoint(call, self)
         given = Arguments(args, kwargs) if kwargs else args  # a plain tuple is flattened faster
-        objects = ArgumentObjects((*args, *kwargs.values()))
-
+        objects = objects_in((*args, *kwargs.values()))
         returned: list[Value] = []
 
         def first_time(_: Value) -> Value:
@@ -98,7 +97,7 @@ class CheckpointedCalls:
             y = checkpoint.record(first_time, given)
         y = in_same_object(returned.pop(), y)
         call.refuse_changes()
-        objects.refuse_changes()
+        refuse_changes(objects)
         self._calls.append((call, weakref.ref(checkpoint)))
         for k, tensor in enumerate(tensors_of(y)[0]):
             outputs[id(tensor)] = _CallOutput(weakref.ref(tensor), version(tensor), call, k)

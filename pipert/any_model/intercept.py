@@ -97,7 +97,8 @@ class Intercept(TorchFunctionMode):
         """Return the tensor to use for ``tensor`` in the current partition."""
         if self._copy_of is not None and isinstance(tensor, nn.Parameter):
             return self._copy_of(tensor)
-        tensor = self.boundary.as_left(tensor)
+        if self.boundary.changed:
+            tensor = self.boundary.as_left(tensor)
         is_earlier, graph = False, self._graph
         if graph is not None and (node := tensor.grad_fn) is not None:
             number = sequence_nr(node)

@@ -48,9 +48,8 @@ from typing import Any
 from torch import nn
 
 from pipert._typing import Value
-from pipert.any_model.around_layers import AroundLayers
+from pipert.any_model.around_layers import AroundLayers, ModelRun
 from pipert.any_model.hand_off import POLL, HandOff
-from pipert.any_model.model_run import ModelRun
 from pipert.batch.microbatch import Arguments
 from pipert.errors import PipeClosedError, PipertError, add_note
 from pipert.layers.intercepted import here

@@ -11,7 +11,6 @@ import itertools
 import os
 import threading
 import time
-import weakref
 
 import torch
 
@@ -42,7 +41,7 @@ class MicroBatchThread(WorkerThread):
 
 
 class MicroBatchThreads:
-    """The micro-batch threads of one pipe. They end when it is closed or collected."""
+    """The micro-batch threads of one pipe, which stops them when it is closed or collected."""
 
     def __init__(self) -> None:
         self._reset()
@@ -51,9 +50,7 @@ class MicroBatchThreads:
         self._threads: list[MicroBatchThread] = []
         self._idle: list[MicroBatchThread] = []
         self._numbers = itertools.count()
-        self._stopped: list[bool] = []
-        # Not a method of this object: a finalizer must not keep the object alive.
-        weakref.finalize(self, _stop, self._stopped, self._threads).atexit = False
+        self._stopped = False
         self._pid = os.getpid()  # last: a thread that sees it skips the lock
 
     def start(self, microbatch: MicroBatchForward) -> None:
@@ -112,7 +109,9 @@ class MicroBatchThreads:
 
     def stop(self) -> None:
         """Stop all threads. One that is inside a ``forward`` stops at its next wait."""
-        _stop(self._stopped, self._threads)
+        self._stopped = True
+        for thread in list(self._threads):
+            thread.stop()
 
     def join(self, timeout: float | None = None) -> None:
         """Wait until the stopped threads have ended, except for the calling one."""
@@ -126,9 +125,3 @@ class MicroBatchThreads:
 
 
 _resetting = ProcessLock(reentrant=True)
-
-
-def _stop(stopped: list[bool], threads: list[MicroBatchThread]) -> None:
-    stopped.append(True)
-    for thread in list(threads):
-        thread.stop()

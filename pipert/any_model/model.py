@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from torch import nn
 
 from pipert._typing import Value
+from pipert.any_model.around_layers import ModelRun
 from pipert.any_model.microbatch_thread import MicroBatchThreads
 from pipert.any_model.model_actions import ModelActions
 from pipert.any_model.model_layers import ModelLayers
-from pipert.any_model.model_run import ModelRun
 from pipert.any_model.shared_state import SharedState
 from pipert.layers.batchnorm import DeferredStats
 from pipert.layers.intercepted import intercept, release

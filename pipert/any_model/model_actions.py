@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from pipert._typing import Value
+from pipert.any_model.around_layers import ModelRun
 from pipert.any_model.microbatch_forward import MicroBatchForward
 from pipert.any_model.microbatch_graph import MicroBatchGraph, PartitionGraph, refuse_through
 from pipert.any_model.microbatch_thread import MicroBatchThreads
-from pipert.any_model.model_run import ModelRun
 from pipert.autograd import order
 from pipert.autograd.leaves import Behind, leaves_behind
 from pipert.autograd.recompute import Graph

@@ -26,8 +26,8 @@ from tests.any_model.reference import (
 from tests.any_model.same import assert_same, tolerance_of
 
 __all__ = [
-    "CHUNKS", "HOWS", "How", "assert_equal", "assert_equal_outputs", "found_and_plain",
-    "in_each_how", "made", "pipeline", "results", "step",
+    "CHUNKS", "HOWS", "How", "assert_equal", "assert_equal_outputs", "compare", "each_how",
+    "found_and_plain", "in_each_how", "made", "pipeline", "results", "step",
 ]  # fmt: skip
 
 CHUNKS = 4
@@ -50,6 +50,9 @@ HOWS = [
     How("1f1b", "1f1b", "never"),
     How("ragged", "1f1b", "always", rows=6),
 ]
+
+
+each_how = pytest.mark.parametrize("how", HOWS, ids=[how.name for how in HOWS])
 
 
 def in_each_how(models: Sequence[Any], seldom: Sequence[Any] = ()) -> list[Any]:
@@ -101,6 +104,17 @@ def results(made: Made, family: Family, how: How) -> tuple[Result, Result]:
         copy.deepcopy(model), first_rows(batch, how.rows), family.loss, CHUNKS
     )
     return step(copy.deepcopy(model), batch, family, how), plain
+
+
+def compare(model: nn.Module, cuts: tuple[str, ...], how: How, refused: str = "") -> None:
+    """Compares a step of a model of 4 features with the plain one's, or expects it ``refused``."""
+    batch = {"x": torch.randn(ROWS, 4, dtype=torch.float64)}
+    own = Family(type(model).__name__, lambda: Made(model.double(), batch), cuts)
+    if not refused:
+        assert_equal(*results(own.make(), own, how))
+        return
+    with pytest.raises(RuntimeError, match=refused):
+        step(*own.make(), own, how)
 
 
 @cache

@@ -11,9 +11,7 @@ from torch import Tensor, nn
 
 import pipert
 from tests.any_model.family import ROWS, Family, Made
-from tests.any_model.piped import HOWS, How, step
-
-each_how = pytest.mark.parametrize("how", HOWS, ids=[how.name for how in HOWS])
+from tests.any_model.piped import How, each_how, step
 
 
 class Normalising(nn.Module):

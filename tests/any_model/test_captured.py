@@ -10,10 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import pipert
-from tests.any_model.family import ROWS, Family, Made
-from tests.any_model.piped import HOWS, How, assert_equal, results
-
-each_how = pytest.mark.parametrize("how", HOWS, ids=[how.name for how in HOWS])
+from tests.any_model.family import ROWS
+from tests.any_model.piped import How, compare, each_how
 
 captured: ContextVar[list[Tensor] | None] = ContextVar("captured", default=None)
 
@@ -66,11 +64,8 @@ def _capture(module: nn.Module, args: Any, output: Tensor) -> None:
 @each_how
 @pytest.mark.parametrize("name", ["", "first", "layers.5"])
 def test_gradients_flow_through_captured_tensors_as_in_the_plain_model(name: str, how: How) -> None:
-    model = Capturing(name).double()
-    batch = {"x": torch.randn(ROWS, 4, dtype=torch.float64)}
     two_rows = how._replace(rows=ROWS)  # which normalisation needs
-    family = Family("capturing", lambda: Made(model, batch), ("blocks.1", "blocks.3"))
-    assert_equal(*results(family.make(), family, two_rows))
+    compare(Capturing(name), ("blocks.1", "blocks.3"), two_rows)
 
 
 class Keeping(nn.Module):

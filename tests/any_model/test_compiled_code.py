@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from tests.any_model.family import ROWS, Family, Made
-from tests.any_model.piped import HOWS, How, assert_equal, pipeline, results
+from tests.any_model.piped import HOWS, How, assert_equal, each_how, pipeline, results
 
 pytestmark = [
     pytest.mark.slow,  # the first compilation imports for seconds
@@ -21,7 +21,6 @@ pytestmark = [
     # Of dynamo: about itself, and of NumPy, which need not be there.
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning"),
 ]
-each_how = pytest.mark.parametrize("how", HOWS, ids=[how.name for how in HOWS])
 each_backend = pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 
 Function = Callable[..., Any]

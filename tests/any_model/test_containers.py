@@ -14,10 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import register_dataclass
 
 import pipert
-from tests.any_model.family import ROWS, Family, Made
-from tests.any_model.piped import HOWS, How, assert_equal, results
-
-each_how = pytest.mark.parametrize("how", HOWS, ids=[how.name for how in HOWS])
+from tests.any_model.piped import HOWS, How, compare, each_how
 
 
 class Keys(list[Tensor]):
@@ -70,16 +67,13 @@ class Model(nn.Module):
         return dict(kept) if is_mapping else list(kept)
 
 
-def family(kind: type) -> Family:
-    batch = {"x": torch.randn(ROWS, 4, dtype=torch.float64)}
-    return Family("adding", lambda: Made(Model(kind).double(), batch), ("blocks.1", "blocks.3"))
+CUTS = "blocks.1", "blocks.3"
 
 
 @each_how
 @pytest.mark.parametrize("kind", [list, dict])
 def test_the_next_layer_sees_an_item_added_to_a_list_or_a_dict(kind: type, how: How) -> None:
-    own = family(kind)
-    assert_equal(*results(own.make(), own, how))
+    compare(Model(kind), CUTS, how)
 
 
 @pytest.mark.parametrize("how", [how for how in HOWS if how.checkpoint == "never"])
@@ -87,16 +81,13 @@ def test_the_next_layer_sees_an_item_added_to_a_list_or_a_dict(kind: type, how: 
 def test_the_next_layer_sees_an_item_added_to_a_container_of_another_kind(
     kind: type, how: How
 ) -> None:
-    own = family(kind)
-    assert_equal(*results(own.make(), own, how))
+    compare(Model(kind), CUTS, how)
 
 
 def test_a_checkpointed_layer_that_changes_an_object_is_refused() -> None:
-    own = family(Keys)
     never, always, *_ = HOWS
-    assert_equal(*results(own.make(), own, never))
-    with pytest.raises(RuntimeError, match="a layer changes its argument, a Keys, and would do so"):
-        results(own.make(), own, always)
+    compare(Model(Keys), CUTS, never)
+    compare(Model(Keys), CUTS, always, "a layer changes its argument, a Keys, and would do so")
 
 
 class Changing(nn.Module):
@@ -155,9 +146,8 @@ def test_what_a_layer_changes_in_an_argument_of_leaves(
     x = torch.randn(6, 4, requires_grad=True)
     y = plain(x)
     expected = torch.autograd.grad(y.square().mean(), [x, *plain.parameters()])
-    cuts = ["blocks.1", "blocks.3"]
     with pipert.pipeline(
-        model, cuts, devices=["cpu"] * 3, chunks=chunks, checkpoint=checkpoint
+        model, CUTS, devices=["cpu"] * 3, chunks=chunks, checkpoint=checkpoint
     ) as pipe:
         if kind == "dataclass" and checkpoint == "always":
             with pytest.raises(RuntimeError, match="a layer changes its argument, a State"):
@@ -196,6 +186,4 @@ class Returned(nn.Module):
 
 @each_how
 def test_a_list_that_a_layer_returns_is_the_one_it_was_given(how: How) -> None:
-    batch = {"x": torch.randn(ROWS, 4, dtype=torch.float64)}
-    own = Family("returning", lambda: Made(Returned().double(), batch), ("blocks.1", "blocks.3"))
-    assert_equal(*results(own.make(), own, how))
+    compare(Returned(), CUTS, how)

@@ -15,6 +15,7 @@ from tests.any_model.piped import (
     HOWS,
     How,
     assert_equal,
+    each_how,
     found_and_plain,
     in_each_how,
     made,
@@ -29,7 +30,6 @@ each_family = pytest.mark.parametrize(
     "family",
     [pytest.param(f, marks=[pytest.mark.sweep] * f.seldom, id=f.name) for f in RUNNING],
 )
-each_how = pytest.mark.parametrize("how", HOWS, ids=[how.name for how in HOWS])
 OFTEN, SELDOM = ([f for f in RUNNING if f.seldom == seldom] for seldom in (False, True))
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from tests.any_model.family import ROWS, Family
-from tests.any_model.piped import CHUNKS, HOWS, How, made, step
+from tests.any_model.piped import CHUNKS, How, each_how, made, step
 from tests.any_model.reference import first_rows, reference
 from tests.any_model.same import assert_same
 from tests.any_model.zoo import ZOO
@@ -25,7 +25,6 @@ each_family = pytest.mark.parametrize(
         if not f.why_not
     ],
 )
-each_how = pytest.mark.parametrize("how", HOWS, ids=[how.name for how in HOWS])
 
 
 def forget_states(model: nn.Module) -> None:

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import pipert
-from tests.any_model.piped import CHUNKS, How
-from tests.any_model.test_families import each_how
+from tests.any_model.piped import CHUNKS, How, each_how
 
 pytestmark = [pytest.mark.cuda, pytest.mark.multi_gpu]
 

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.any_model.family import ROWS, Family, Made
-from tests.any_model.piped import HOWS, How, assert_equal, in_each_how, results
+from tests.any_model.piped import How, assert_equal, in_each_how, results
 
-each_how = pytest.mark.parametrize("how", HOWS, ids=[how.name for how in HOWS])
 MODELS: list[type[Three]] = []
 
 

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 import pipert
 from tests.any_model.family import ROWS, Family
-from tests.any_model.piped import CHUNKS, How, in_each_how, step
+from tests.any_model.piped import CHUNKS, How, each_how, in_each_how, step
 from tests.any_model.reference import first_rows, reference
 from tests.any_model.same import assert_same
 from tests.any_model.test_own_code import (
@@ -24,7 +24,6 @@ from tests.any_model.test_own_code import (
     Transforming,
     TransformingClones,
     TransformingWithOthers,
-    each_how,
     family,
 )
 

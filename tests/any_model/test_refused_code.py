@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import pipert
-from tests.any_model.family import ROWS, Family, Made
-from tests.any_model.piped import How, assert_equal, results
-from tests.any_model.test_own_code import Exp, each_how
+from tests.any_model.piped import How, compare, each_how
+from tests.any_model.test_own_code import Exp
 
 NAMES = ["base", "view", "view of the base"]
 
@@ -52,15 +51,9 @@ class ChangingViews(nn.Module):
 def test_a_change_under_another_name_is_right_in_a_call_and_refused_in_a_step(
     changed: int, used: int, later: bool, how: How
 ) -> None:
-    model = ChangingViews(changed, used, later).double()
-    batch = {"x": torch.randn(ROWS, 4, dtype=torch.float64)}
-    own = Family("views", lambda: Made(model, batch), ("b", "c"))
     is_followed = changed == used and (later or used == 0)
-    if not how.schedule or is_followed:
-        assert_equal(*results(own.make(), own, how))
-        return
-    with pytest.raises(RuntimeError, match="changed in place in a later one, and used under"):
-        results(own.make(), own, how)
+    refused = how.schedule and not is_followed and "changed in place in a later one, and used under"
+    compare(ChangingViews(changed, used, later), ("b", "c"), how, refused or "")
 
 
 class ChangingForAFunction(nn.Module):
@@ -81,14 +74,8 @@ class ChangingForAFunction(nn.Module):
 def test_a_change_before_a_function_of_ones_own_is_right_in_a_call_and_refused_in_a_step(
     how: How,
 ) -> None:
-    model = ChangingForAFunction().double()
-    batch = {"x": torch.randn(ROWS, 4, dtype=torch.float64)}
-    own = Family("function", lambda: Made(model, batch), ("b", "c"))
-    if not how.schedule:
-        assert_equal(*results(own.make(), own, how))
-        return
-    with pytest.raises(RuntimeError, match="changed in place in a later one, and used in a custom"):
-        results(own.make(), own, how)
+    refused = "" if not how.schedule else "changed in place in a later one, and used in a custom"
+    compare(ChangingForAFunction(), ("b", "c"), how, refused)
 
 
 class AskingForForces(nn.Module):
@@ -123,14 +110,8 @@ class AskingForForces(nn.Module):
 def test_gradients_by_earlier_tensors_are_right_in_a_call_and_refused_in_a_step(
     directly: bool, unused: bool, how: How
 ) -> None:
-    model = AskingForForces(directly, unused).double()
-    batch = {"x": torch.randn(ROWS, 4, dtype=torch.float64)}
-    own = Family("forces", lambda: Made(model, batch), ("b", "c"))
-    if not how.schedule:
-        assert_equal(*results(own.make(), own, how))
-        return
-    with pytest.raises(RuntimeError, match="goes back into an earlier partition"):
-        results(own.make(), own, how)
+    refused = "" if not how.schedule else "goes back into an earlier partition"
+    compare(AskingForForces(directly, unused), ("b", "c"), how, refused)
 
 
 class GoingBack(nn.Module):
@@ -152,14 +133,8 @@ class GoingBack(nn.Module):
 @each_how
 @pytest.mark.parametrize("alone", [False, True], ids=["", "alone"])
 def test_a_backward_into_an_earlier_partition_is_refused_in_a_step(alone: bool, how: How) -> None:
-    model = GoingBack(alone).double()
-    batch = {"x": torch.randn(ROWS, 4, dtype=torch.float64)}
-    own = Family("going back", lambda: Made(model, batch), ("b", "c"))
-    if alone or not how.schedule:
-        assert_equal(*results(own.make(), own, how))
-        return
-    with pytest.raises(RuntimeError, match="goes back to the inputs of its partition"):
-        results(own.make(), own, how)
+    refused = "" if alone or not how.schedule else "goes back to the inputs of its partition"
+    compare(GoingBack(alone), ("b", "c"), how, refused)
 
 
 class Transforming(nn.Module):
@@ -191,14 +166,8 @@ class TransformingWithOthers(Transforming):
 def test_a_transform_of_other_partitions_is_right_in_a_call_and_refused_in_a_step(
     kind: type[nn.Module], how: How
 ) -> None:
-    model = kind().double()
-    batch = {"x": torch.randn(ROWS, 4, dtype=torch.float64)}
-    own = Family("transforming", lambda: Made(model, batch), ("b", "c"))
-    if not how.schedule:
-        assert_equal(*results(own.make(), own, how))
-        return
-    with pytest.raises(RuntimeError, match="torch.func.vmap.*give it tensor.clone"):
-        results(own.make(), own, how)
+    refused = "" if not how.schedule else "torch.func.vmap.*give it tensor.clone"
+    compare(kind(), ("b", "c"), how, refused)
 
 
 class Replacing(nn.Module):
@@ -227,14 +196,8 @@ class Replacing(nn.Module):
 def test_a_substituted_parameter_is_refused_if_the_layer_is_recomputed(
     name: str, length: int, how: How
 ) -> None:
-    model = Replacing(name, length).double()
-    batch = {"x": torch.randn(ROWS, 4, dtype=torch.float64)}
-    own = Family("replacing", lambda: Made(model, batch), ("b",))
-    if how.checkpoint == "never":
-        assert_equal(*results(own.make(), own, how))
-        return
-    with pytest.raises(RuntimeError, match="parameters in place of its own"):
-        results(own.make(), own, how)
+    refused = "" if how.checkpoint == "never" else "parameters in place of its own"
+    compare(Replacing(name, length), ("b",), how, refused)
 
 
 class Multiply(torch.autograd.Function):
@@ -300,14 +263,8 @@ class PassingObjects(nn.Module):
 def test_tensors_in_objects_passed_to_layers_are_right_in_a_call_and_refused_in_a_step(
     how: How,
 ) -> None:
-    model = PassingObjects().double()
-    batch = {"x": torch.randn(ROWS, 4, dtype=torch.float64)}
-    own = Family("objects", lambda: Made(model, batch), ("b",))
-    if not how.schedule:
-        assert_equal(*results(own.make(), own, how))
-        return
-    with pytest.raises(RuntimeError, match="in an object or a closure.*register_dataclass"):
-        results(own.make(), own, how)
+    refused = "" if not how.schedule else "in an object or a closure.*register_dataclass"
+    compare(PassingObjects(), ("b",), how, refused)
 
 
 @pytest.mark.parametrize("how", ["parameter", "tensor"])

@@ -8,7 +8,6 @@ import gc
 import warnings
 import weakref
 from collections import OrderedDict
-from contextlib import nullcontext
 from threading import Event
 from typing import Any, NamedTuple
 
@@ -127,13 +126,6 @@ def test_an_attribute_overwritten_by_the_next_micro_batch_is_named(
         pipe(torch.rand(8, 4))  # once: here, a warning is an error
     (warning,) = caught
     assert warning.filename == __file__
-
-
-@pytest.mark.parametrize("kind", [KeepingAMask, EvaluatingMeanwhile, Deleting])
-def test_an_overwritten_attribute_is_named_in_a_step(kind: type[Two]) -> None:
-    with pipert.pipeline(kind(), cuts=["b"], chunks=4) as pipe:
-        with pytest.warns(SharedStateWarning):
-            pipe.forward_backward(torch.rand(8, 4), target=torch.rand(8, 4), loss_fn=mse_loss)
 
 
 def test_no_values_are_returned_if_warnings_are_errors() -> None:
@@ -270,26 +262,6 @@ def test_values_that_cannot_be_compared_cause_no_warning() -> None:
         pipe(torch.rand(8, 4))
 
 
-class KeepingMany(Two):
-    """Keeps a list that is too long for its items to be compared."""
-
-    def __init__(self, sets: bool) -> None:
-        super().__init__()
-        self.sets, self.words = sets, ["word"] * 2000
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.sets:
-            self.words = [*self.words]
-        return self.b(self.a(x))  # type: ignore[no-any-return]
-
-
-@pytest.mark.parametrize("sets", [True, False])
-def test_long_lists_are_compared_by_identity(sets: bool) -> None:
-    with pipert.pipeline(KeepingMany(sets), cuts=["b"], chunks=4) as pipe:
-        with pytest.warns(SharedStateWarning, match="'words'") if sets else nullcontext():
-            pipe(torch.rand(8, 4))
-
-
 class Kept(NamedTuple):
     mask: Tensor
 
@@ -309,38 +281,3 @@ def test_the_comparison_keeps_no_tensor_alive() -> None:
         del model.kept
         gc.collect()
         assert mask() is None
-
-
-class Slotted:
-    """An object that cannot be referenced weakly."""
-
-    __slots__ = ("mask",)
-
-    def __init__(self, mask: Tensor, masks: list[Any]) -> None:
-        self.mask = mask
-        masks.append(weakref.ref(mask))
-
-
-class KeepingItInSlots(Two):
-    """Keeps slotted objects before a cut and after the last one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.masks: list[Any] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.before = Slotted(x > 0, self.masks)
-        x = self.b(self.a(x))
-        self.behind = Slotted(x > 0, self.masks)
-        return x
-
-
-@pytest.mark.filterwarnings("ignore::pipert.SharedStateWarning")
-def test_the_comparison_keeps_nothing_alive_after_the_run() -> None:
-    model = KeepingItInSlots()
-    with pipert.pipeline(model, cuts=["b"], chunks=4) as pipe:
-        for _ in range(4):
-            pipe(torch.rand(8, 4))
-            del model.before, model.behind
-            gc.collect()
-            assert not [mask for mask in model.masks if mask() is not None]
