@@ -34,9 +34,8 @@ def check(devices: Devices, case: Case, steps: int) -> Iterator[Finding]:
             _peaks(trial, Way(schedule, "except_last"), devices)
         peaks = {way: _peaks(trial, way, devices) for way in WAYS}
         for way, sizes in peaks.items():
-            needed = ", ".join(f"{size / 2**20:.1f}" for size in sizes)
-            seen = f"{needed} MiB beyond the weights, on the GPUs in order"
-            yield Finding(f"peak memory of {way}", REPORTED, seen)
+            seen = ", ".join(f"{size / 2**20:.1f} MiB" for size in sizes)
+            yield Finding(f"peak memory of {way}", REPORTED, f"{seen} beyond the weights, by GPU")
         pairs = [(Way(s, "always"), Way(s, "never")) for s in (CALL, "gpipe")]
         pairs += [(Way("1f1b", "never"), Way(s, "never")) for s in (CALL, "gpipe")]
         seen = "'always' needs less than 'never', and 1f1b less than the others, on each GPU"

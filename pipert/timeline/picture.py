@@ -5,8 +5,8 @@ It uses a figure of its own and not ``pyplot``, which keeps state for the whole 
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -37,23 +37,14 @@ class Drawable(Protocol):
 def save_picture(timelines: Mapping[str, Drawable], path: str | Path) -> None:
     """Draw each timeline under its title, all to the same scale."""
     # Fixed salt, no dates: equal timelines give equal files. The text of an SVG stays text.
-    with _matplotlib("matplotlib").rc_context({"svg.hashsalt": "pipert", "svg.fonttype": "none"}):
+    with import_module("matplotlib").rc_context({"svg.hashsalt": "pipert", "svg.fonttype": "none"}):
         metadata = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
         _figure(timelines).savefig(path, dpi=150, metadata=metadata.get(Path(path).suffix.lower()))
 
 
-def _matplotlib(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise ImportError(
-            "drawing a timeline needs matplotlib: pip install matplotlib"
-        ) from error
-
-
 def _figure(timelines: Mapping[str, Drawable]) -> Any:
     heights = [1 + len(timeline.lanes) for timeline in timelines.values()]
-    figure = _matplotlib("matplotlib.figure").Figure(
+    figure = import_module("matplotlib.figure").Figure(
         figsize=(12, 0.8 + 0.42 * sum(heights)), layout="constrained"
     )
     grid = {"height_ratios": heights}
@@ -63,7 +54,7 @@ def _figure(timelines: Mapping[str, Drawable]) -> Any:
         axes.set_title(title, loc="left", fontsize=10)
     rows[-1].set_xlabel("milliseconds")
     kinds = {event.kind for timeline in timelines.values() for event in timeline.events}
-    patch = _matplotlib("matplotlib.patches").Patch
+    patch = import_module("matplotlib.patches").Patch
     shown = [patch(color=colour, label=k) for k, (colour, _) in _COLOURS.items() if k in kinds]
     figure.legend(
         handles=shown, loc="outside upper right", ncols=len(_COLOURS), frameon=False, fontsize=8

@@ -118,11 +118,11 @@ def test_the_same_timeline_gives_the_same_picture(tmp_path: Path) -> None:
     assert paths[0].read_bytes() == paths[1].read_bytes()
 
 
-def test_a_picture_without_matplotlib_says_what_to_install(
+def test_a_picture_without_matplotlib_says_what_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ImportError, match="pip install matplotlib"):
+    with pytest.raises(ImportError, match="matplotlib"):
         Timeline(EVENTS, CUDA).plot(tmp_path / "timeline.svg")
 
 
