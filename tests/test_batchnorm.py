@@ -119,40 +119,11 @@ def test_pitfall_5_the_variance_is_unbiased() -> None:
     })  # fmt: skip
 
 
-def test_each_micro_batch_is_still_normalised_by_its_own_statistics() -> None:
-    module = norm_first(nn.BatchNorm1d(3))
-    plain = copy.deepcopy(module)
-    x = batch(9)
-    with deferred(module, chunks=3) as pipe:
-        torch.testing.assert_close(pipe(x), torch.cat([plain(part) for part in x.chunk(3)]))
-
-
-@pytest.mark.parametrize("checkpoint", MODES)
-def test_gradients_are_those_without_deferring(checkpoint: str) -> None:
-    module = norm_first(nn.BatchNorm1d(3))
-    plain = copy.deepcopy(module)
-    x = batch(9)
-    for part in x.chunk(3):
-        plain(part).square().sum().backward()
-    with deferred(module, 3, checkpoint) as pipe:
-        train(pipe, x)
-    for found, expected in zip(module.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(found.grad, expected.grad)
-
-
 def test_half_precision_statistics_keep_their_dtype() -> None:
     module = nn.Sequential(nn.BatchNorm1d(3).to(torch.bfloat16), nn.Identity())
     with deferred(module, chunks=2) as pipe:
         pipe(torch.randn(8, 3, dtype=torch.bfloat16))
     assert module[0].running_var.dtype == torch.bfloat16
-
-
-def test_statistics_hold_under_autocast() -> None:
-    module = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.Identity())
-    with torch.autocast("cpu", torch.bfloat16), deferred(module) as pipe:
-        pipe(torch.randn(8, 3, 4, 4))
-    assert module[1].running_var.dtype == torch.float32
-    assert module[1].num_batches_tracked == 1
 
 
 class ByTorch(nn.BatchNorm1d):
@@ -361,14 +332,6 @@ def test_statistics_are_updated_without_grad_as_in_the_plain_module(mode: Any) -
     same(statistics(module), statistics(plain))
 
 
-def test_a_graph_of_eval_mode_survives_an_update_as_in_the_plain_module() -> None:
-    module = norm_first(nn.BatchNorm1d(3))
-    with deferred(module, checkpoint="never") as pipe:
-        loss = pipe.eval()(batch(8)).sum()
-        pipe.train()(batch(8))
-        loss.backward()
-
-
 class Failing(nn.Module):
     fail = False
 
@@ -376,19 +339,6 @@ class Failing(nn.Module):
         if self.fail and not is_recomputing() and x.size(0) == 2:
             raise ValueError("as told")
         return x
-
-
-def test_a_failed_call_updates_nothing() -> None:
-    module = nn.Sequential(nn.BatchNorm1d(3), Failing()).double()
-    before = statistics(module)
-    with deferred(module) as pipe:
-        Failing.fail = True
-        try:
-            with pytest.raises(ValueError, match="as told"):
-                pipe(batch(11))  # 3 + 3 + 3 + 2 rows
-        finally:
-            Failing.fail = False
-    same(statistics(module), before)
 
 
 def test_nothing_of_a_failed_call_gets_into_the_next() -> None:
@@ -405,19 +355,6 @@ def test_nothing_of_a_failed_call_gets_into_the_next() -> None:
         pipe(x)
     plain(x)
     same(statistics(module), statistics(plain))
-
-
-class Meeting(nn.Module):
-    """A layer that lets two callers continue only when both are inside."""
-
-    def __init__(self, barrier: threading.Barrier) -> None:
-        super().__init__()
-        self.barrier = barrier
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not is_recomputing():
-            self.barrier.wait(5.0)
-        return x
 
 
 def test_callers_that_are_inside_at_once_do_not_mix_their_statistics() -> None:
@@ -493,13 +430,6 @@ def test_pitfall_5_there_are_no_further_keys_in_the_state_dict() -> None:
     with deferred(module) as pipe:
         pipe(batch(8))
         assert list(pipe.state_dict()) == keys
-
-
-def test_the_layers_are_the_same_objects() -> None:
-    module = norm_first(nn.BatchNorm1d(3))
-    norm = module[0]
-    with deferred(module) as pipe:
-        assert pipe[0] is norm and type(norm) is nn.BatchNorm1d
 
 
 def test_the_setting_can_be_read_and_is_copied() -> None:

@@ -591,26 +591,6 @@ def test_a_pipe_inside_of_torch_s_checkpoint_is_right_or_refused_by_name(mode: s
     torch.testing.assert_close(grads, expected)
 
 
-@pytest.mark.parametrize("checkpoint", ["always", "never"])
-def test_a_pipe_with_random_layers_may_be_a_layer_of_another_pipe(checkpoint: str) -> None:
-    layers = nn.Sequential(nn.Linear(3, 3), nn.Dropout(), nn.Linear(3, 3), nn.Dropout())
-    inner = Pipe(layers, balance=[2, 2], devices=["cpu"] * 2, chunks=2, checkpoint="never")
-    model = nn.Sequential(nn.Dropout(), inner)
-    outer = Pipe(model, balance=[1, 1], devices=["cpu"] * 2, chunks=2, checkpoint=checkpoint)
-    x = torch.randn(8, 3)
-
-    def step() -> tuple[Tensor, ...]:
-        torch.manual_seed(1)
-        y = outer(x)
-        return y, *torch.autograd.grad(y.sum(), list(layers.parameters()))
-
-    first, second = Caller(step).result(), Caller(step).result()
-    outer.close()  # not by a with statement, which would wait for workers that hang
-    inner.close()
-    for a, b in zip(first, second, strict=True):
-        assert torch.equal(a, b)
-
-
 def test_a_pipe_in_a_pipe_computes_at_once_with_it() -> None:
     both = threading.Barrier(2)
 
