@@ -76,7 +76,10 @@ def steps(rank: int, wrap: Wrapper, rows: list[tuple[int, int]], settings: dict[
     """The losses of mini-batches, and the sums of gradients."""
     pipe, mesh = pipe_of(wrap, **settings)
     losses = []
-    for mine in rows:
+    for k, mine in enumerate((rows[0], *rows)):
+        if k == 1:  # DDP makes new buckets after its first step
+            pipe.zero_grad()
+            losses.clear()
         x, y = batch(mine[mesh["dp"].get_local_rank()])
         losses.append(pipe.forward_backward(x, target=y, loss_fn=F.mse_loss))
     found = {name: whole(p.grad) for name, p in pipe.named_parameters()}
