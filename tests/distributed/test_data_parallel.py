@@ -75,7 +75,7 @@ def whole(tensor: Tensor | None) -> Tensor | None:
 def steps(rank: int, wrap: Wrapper, rows: list[tuple[int, int]], settings: dict[str, Any]) -> Any:
     """The losses of mini-batches, and the sums of gradients."""
     pipe, mesh = pipe_of(wrap, **settings)
-    losses = []
+    losses: list[Tensor] = []
     for k, mine in enumerate((rows[0], *rows)):
         if k == 1:  # DDP makes new buckets after its first step
             pipe.zero_grad()
