@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from pipert.batch.tensors import version
-from pipert.layers.drawing import is_compiled
+from pipert.layers.compiling import is_compiled
 from pipert.layers.modules import modules_of
 from pipert.layers.tied import Substitute
 from pipert.stage.stage import Stage

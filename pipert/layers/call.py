@@ -20,7 +20,7 @@ from pipert.batch.tensors import Carried, describe
 from pipert.errors import RecomputationError, add_note
 from pipert.layers.buffers import KEEPING, kept_counters
 from pipert.layers.compiled_backward import call_compiled
-from pipert.layers.drawing import is_compiled
+from pipert.layers.compiling import is_compiled
 from pipert.layers.place import Place, describe_layer
 from pipert.layers.random_numbers import Draws, RunSeed, drawing
 from pipert.layers.snapshot import Snapshot
@@ -289,5 +289,5 @@ class RandomLayers(Layers):
 
     def backward(self, i: int, differentiate: Callable[..., Value], *args: Any) -> Value:
         number = self._place.number_of_backward(i)
-        with drawing(Draws(self._seed, number, self._place.device, is_backward=True)):
+        with drawing(Draws(self._seed, number, self._place.device)):
             return differentiate(*args)

@@ -16,9 +16,12 @@ the same moment. The rules:
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 from pipert._torch import dispatch_mode, is_traced_by_fx, is_traced_by_jit, mode_kinds, watcher
 from pipert.errors import TransformError
+from pipert.layers.intercepted import compiled_call
+from pipert.layers.modules import modules_of
 
 __all__: list[str] = []
 
@@ -49,4 +52,18 @@ def not_traced(by: str) -> TransformError:
     return TransformError(
         f"{by} got a pipe, whose threads it does not see. Give it the layers: the plain module, or "
         "nn.Sequential(*pipe), after moving them to one device if there are several"
+    )
+
+
+def is_compiled(layer: nn.Module) -> bool:
+    """Whether torch.compile or torch.jit made or changed any part of the layer."""
+    return any(map(is_compiled_itself, modules_of(layer)))
+
+
+def is_compiled_itself(module: nn.Module) -> bool:
+    """Like :func:`is_compiled`, but without the modules inside ``module``."""
+    # Not isinstance: torch._dynamo takes long to import, and is only loaded once it is used.
+    return (
+        type(module).__module__.startswith(("torch._dynamo", "torch.jit"))
+        or compiled_call(module) is not None
     )

@@ -8,30 +8,31 @@ of that is done by the host, in microseconds.
   meanwhile, without a pipe, is the only thing that is disturbed.
 * **G2** a task inside of another one, on the same thread or on one of its backward, uses the
   generator before the outer one goes on. So they are a stack.
-* **G3** a backward that a worker runs on a GPU waits for the engine's thread of that GPU. If that
-  thread has just begun to recompute for another caller, it must not wait in turn: it is let in.
-* **G4** nobody waits for another run while it has a generator: ``RunSeed`` pauses its task.
+* **G3** a task that goes backward on a GPU, in a step or in a layer, waits for the engine's thread
+  of that GPU. If that thread has just begun to recompute for another caller, it must not wait in
+  turn: it is let in, and the task goes on afterwards.
+* **G4** nobody waits for another run while it has a generator (``random_numbers.paused``).
 """
 
 from __future__ import annotations
 
 import os
-from threading import Condition
+import threading
 from typing import Protocol
 
 import torch
 
-from pipert._torch import backward_id
+from pipert._torch import backward_id, run_backward
 from pipert.layers.cpu_draws import real_generators
+from pipert.workers.stack import stack_of
 
 __all__: list[str] = []
+
+_POLL = 0.02  # s; how often the engine's thread looks whether somebody waits for it
 
 
 class User(Protocol):
     """A task that draws."""
-
-    waits_for_engine: bool
-    """Whether it is a backward on a GPU (G3)."""
 
     @property
     def outer(self) -> User | None:
@@ -44,20 +45,23 @@ class DefaultGenerator:
     def __init__(self, device: torch.device) -> None:
         on_gpu = device.type == "cuda"
         self.generator = real_generators()[device.index] if on_gpu else torch.default_generator
-        self.changed = Condition()
-        self._users: list[User] = []  # the last one draws
+        self.changed = threading.Condition()
+        self._users: list[tuple[User, threading.Thread]] = []  # the last one draws
 
     def enter(self, user: User) -> torch.Tensor:
         """Wait for others (G1); return the generator's state."""
+        is_on_gpu = self.generator.device.type == "cuda"
+        may_be_awaited = is_on_gpu and backward_id() >= 0  # on the engine's thread
         with self.changed:
-            self.changed.wait_for(lambda: self._is_free_for(user))
-            self._users.append(user)
+            while not (self._is_free_for(user) or may_be_awaited and self._is_in_engine()):
+                self.changed.wait(_POLL if may_be_awaited else None)
+            self._users.append((user, threading.current_thread()))
         return self.generator.get_state()
 
     def leave(self, user: User, state: torch.Tensor) -> torch.Tensor:
         """Put ``state`` back; return the one that the user leaves."""
         with self.changed:
-            self.changed.wait_for(lambda: self._users[-1] is user)
+            self.changed.wait_for(lambda: self._users[-1][0] is user)
             left = self.generator.get_state()
             self.generator.set_state(state)
             self._users.pop()
@@ -65,10 +69,12 @@ class DefaultGenerator:
         return left
 
     def _is_free_for(self, user: User) -> bool:
-        if not self._users:
-            return True
-        last = self._users[-1]
-        return last is user.outer or (last.waits_for_engine and backward_id() >= 0)
+        return not self._users or self._users[-1][0] is user.outer
+
+    def _is_in_engine(self) -> bool:
+        """Whether the last user waits for the engine (G3)."""
+        stack = stack_of(self._users[-1][1])
+        return bool(stack) and stack[-1].name == run_backward.__name__
 
     def wait(self) -> None:
         """Wait until no task uses the generator; for whoever holds ``changed``."""

@@ -95,22 +95,17 @@ class Draws:
         run: the run's seed.
         number: the task's number, unique in its run.
         device: where its partition is.
-        is_backward: whether it is ``B[i,j]``.
     """
 
     __slots__ = (
         "_own", "_parts", "_seed", "_states", "device", "number", "outer", "run",
-        "waits_for_engine",
     )  # fmt: skip
 
-    def __init__(
-        self, run: RunSeed, number: int, device: torch.device, is_backward: bool = False
-    ) -> None:
+    def __init__(self, run: RunSeed, number: int, device: torch.device) -> None:
         self.run = run
         self.number = number
         self.device = device
         self.outer: Draws | None = current()
-        self.waits_for_engine = is_backward and device.type == "cuda"
         assert run.number is not None
         self._seed = _mix(run.number ^ _mix(number))
         self._own: dict[torch.device, torch.Generator] = {}

@@ -31,7 +31,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from torch.overrides import TorchFunctionMode
 
 from pipert.batch.tensors import version
-from pipert.layers.drawing import is_compiled
+from pipert.layers.compiling import is_compiled
 from pipert.layers.modules import modules_of
 from pipert.layers.nested_checkpoint import refuse_nested_checkpoint
 

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import nn
 
-from pipert.layers.drawing import is_compiled_itself
+from pipert.layers.compiling import is_compiled_itself
 from pipert.layers.modules import modules_of
 
 __all__: list[str] = []

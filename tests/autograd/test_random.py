@@ -7,6 +7,7 @@ layer, however much that layer draws.
 
 from __future__ import annotations
 
+import inspect
 import random
 import threading
 from collections.abc import Callable
@@ -494,24 +495,45 @@ deterministic: dict[type[nn.Module], tuple[tuple[Any, ...], tuple[int, ...]]] = 
     nn.Bilinear: ((4, 4, 4), (2, 4)),
     nn.Softmax: ((-1,), (2, 4)),
     nn.LogSoftmax: ((-1,), (2, 4)),
+    nn.Softmin: ((-1,), (2, 4)),
+    nn.Softmax2d: ((), (2, 4, 4, 4)),
+    nn.UpsamplingNearest2d: ((None, 2), (2, 4, 4, 4)),
+    nn.UpsamplingBilinear2d: ((None, 2), (2, 4, 4, 4)),
+    nn.FractionalMaxPool2d: ((2, 2), (2, 4, 4)),
+    nn.RReLU: ((), (2, 4)),
 }
 INDICES = {nn.Embedding, nn.EmbeddingBag}
 
 
-@pytest.mark.parametrize("kind", sorted(_DETERMINISTIC, key=str))
-def test_layers_listed_as_deterministic_do_not_draw(kind: type[nn.Module]) -> None:
+def can_be_made(kind: Any) -> bool:
+    return not kind.__name__.startswith("Lazy") and all(
+        parameter.default is not parameter.empty or parameter.kind is parameter.VAR_POSITIONAL
+        for parameter in inspect.signature(kind).parameters.values()
+    )
+
+
+kinds = [kind for kind in vars(nn).values() if getattr(kind, "__module__", "") in _DETERMINISTIC]
+
+
+@pytest.mark.parametrize("kind", [k for k in kinds if k in deterministic or can_be_made(k)])
+def test_layers_taken_for_deterministic_do_not_draw(kind: type[nn.Module]) -> None:
     """Each is called in training mode, with arguments from the table above if it needs any."""
     args, shape = deterministic.get(kind, ((), (2, 4)))
     layer = kind(*args)
-    x = torch.ones(shape, dtype=torch.long if kind in INDICES else torch.float)
+    x = -torch.ones(shape)
+    if kind in INDICES:
+        x = torch.ones(shape, dtype=torch.long)
     state = torch.get_rng_state()
     layer(x, x) if kind is nn.Bilinear else layer(x)
-    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(torch.get_rng_state(), state) is not may_draw(layer)
 
 
-@pytest.mark.parametrize("kind", [nn.Sequential, nn.ModuleList, nn.LSTM, nn.MultiheadAttention])
-def test_a_layer_with_inner_layers_might_draw(kind: type[nn.Module]) -> None:
-    assert kind not in _DETERMINISTIC
+INNER = [nn.ModuleList, partial(nn.LSTM, 4, 4), partial(nn.MultiheadAttention, 4, 2)]
+
+
+@pytest.mark.parametrize("make", [*INNER, partial(nn.LazyLinear, 4)])
+def test_a_layer_with_inner_layers_might_draw(make: Callable[[], nn.Module]) -> None:
+    assert may_draw(make())
 
 
 def test_dropout_might_draw_in_training_alone() -> None:

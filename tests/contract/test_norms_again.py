@@ -16,7 +16,7 @@ from torch.nn.modules import module as all_modules
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipert import Pipe, is_recomputing
-from pipert.layers.drawing import is_compiled
+from pipert.layers.compiling import is_compiled
 from tests.contract.ways import CALL, Way, batch, grads_of, linear, mean, same, take_step
 from tests.torchscript import uses_torchscript
 
