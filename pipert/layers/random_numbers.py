@@ -60,7 +60,7 @@ class RunSeed:
         """Draw the seed, unless that has been done. Called if any layer might draw."""
         if self.number is not None:
             return
-        with self._generator() as generator, _plain_operations():
+        with self._generator() as generator, WithoutFunctions(), WithoutDispatch():  # no modes
             before = generator.get_state()
             drawn = torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator)
             self.number = int(drawn.item()) if self._given is None else self._given
@@ -73,7 +73,7 @@ class RunSeed:
             self._outer.run.used |= self.used
         if self.used or states is None:
             return
-        with self._generator() as generator, _plain_operations():
+        with self._generator() as generator, WithoutFunctions(), WithoutDispatch():
             if torch.equal(generator.get_state(), states[1]):  # else another thread has drawn, too
                 generator.set_state(states[0])
 
@@ -98,7 +98,7 @@ class Draws:
     """
 
     __slots__ = (
-        "_own", "_parts", "_seed", "_states", "device", "number", "outer", "run",
+        "_own", "_parts", "_seed", "_states", "device", "number", "outer", "run", "shared",
     )  # fmt: skip
 
     def __init__(self, run: RunSeed, number: int, device: torch.device) -> None:
@@ -109,13 +109,17 @@ class Draws:
         assert run.number is not None
         self._seed = _mix(run.number ^ _mix(number))
         self._own: dict[torch.device, torch.Generator] = {}
-        # The default generators that it uses: of each, the state before it, and its own.
+        self.shared = [] if DRAWING.works() else [CPU]
+        """The devices whose default generators it uses."""
+        if device.type == "cuda":
+            self.shared.append(device)
+        # Of those in use, the state before, and the task's own.
         self._states: dict[torch.device, tuple[Tensor, Tensor]] = {}
         self._parts = 0
 
     def generator(self, device: torch.device) -> torch.Generator:
         """Return the generator that the task has for ``device``."""
-        if device in self._states:
+        if device in self.shared:
             return default_generator(device).generator
         found = self._own.get(device)
         if found is None:
@@ -129,25 +133,19 @@ class Draws:
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
         """Make this the current task, which has the default generators that it needs to itself."""
-        before, entered = stashed(), list[torch.device]()
+        before = stashed()
         stash(self)
         try:
-            for device in self._shared():
-                self._enter(device)
-                entered.append(device)
+            for device in self.shared:
+                self.enter(device)
             yield
         finally:
-            for device in reversed(entered):
-                self._leave(device)
+            for device in reversed(self._states):
+                self.leave(device)
             stash(before)
 
-    def _shared(self) -> Iterator[torch.device]:
-        if not DRAWING.works():
-            yield CPU
-        if self.device.type == "cuda":
-            yield self.device
-
-    def _enter(self, device: torch.device) -> None:
+    def enter(self, device: torch.device) -> None:
+        """Have the default generator of ``device``, seeded, or as the task has left it."""
         default = default_generator(device)
         before = default.enter(self)
         if device in self._states:
@@ -156,25 +154,15 @@ class Draws:
             default.generator.manual_seed(self._seed)
         self._states[device] = before, default.generator.get_state()
 
-    def _leave(self, device: torch.device) -> None:
+    def leave(self, device: torch.device) -> None:
+        """Put the default generator of ``device`` back."""
         before, begun = self._states[device]
         left = default_generator(device).leave(self, before)
         self._states[device] = before, left
         if not self.run.used:
-            with _plain_operations():
-                self.run.used = not torch.equal(left, begun)
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Let others have the default generators in the block."""
-        devices = list(self._states)
-        for device in reversed(devices):
-            self._leave(device)
-        try:
-            yield
-        finally:
-            for device in devices:
-                self._enter(device)
+            with WithoutFunctions(), WithoutDispatch():
+                if not torch.equal(left, begun):
+                    self.run.used = True
 
     def part(self) -> Draws:
         """Return random numbers for a part of the task that its recomputation will not have."""
@@ -193,8 +181,16 @@ def drawing(draws: Draws) -> Iterator[None]:
 def paused() -> Iterator[None]:
     """Let others draw while this thread waits for a run in the block, if it is inside a task."""
     draws: Draws | None = current()
-    with contextlib.nullcontext() if draws is None else draws.paused():
+    if draws is None:
         yield
+        return
+    for device in reversed(draws.shared):
+        draws.leave(device)
+    try:
+        yield
+    finally:
+        for device in draws.shared:
+            draws.enter(device)
 
 
 def next_seed() -> int:
@@ -223,13 +219,6 @@ def _initialise(module: Any, *args: Any, **kwargs: Any) -> None:
     draws: Draws | None = current()
     with contextlib.nullcontext() if draws is None else drawing(draws.part()):
         module.initialize_parameters(*args, **kwargs)
-
-
-@contextlib.contextmanager
-def _plain_operations() -> Iterator[None]:
-    """Hide the operations in the block from the caller's modes."""
-    with WithoutFunctions(), WithoutDispatch():
-        yield
 
 
 def _mix(number: int) -> int:
