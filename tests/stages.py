@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from pipert import is_recomputing
 from pipert.autograd import streams as stream
 from pipert.autograd.streams import CopyStreams
-from pipert.observe.counters import Counters
+from pipert.observe.notifier import Counters
 from pipert.observe.recorder import Recording
 from pipert.schedules.action import Action
 from pipert.schedules.plan import plan_call

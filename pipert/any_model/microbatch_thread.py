@@ -18,8 +18,7 @@ from pipert.any_model.microbatch_forward import MicroBatchForward
 from pipert.errors import PipeClosedError
 from pipert.queues.closable import QueueClosed
 from pipert.queues.process_lock import ProcessLock
-from pipert.workers.activity import Activity
-from pipert.workers.worker import WorkerThread
+from pipert.workers.worker import Activity, WorkerThread
 
 __all__: list[str] = []
 

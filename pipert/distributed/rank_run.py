@@ -39,7 +39,7 @@ from pipert.layers.call import Layers, RandomLayers
 from pipert.layers.drawing import draws
 from pipert.layers.place import Place
 from pipert.layers.random_numbers import RunSeed
-from pipert.observe.counters import Counters
+from pipert.observe.notifier import Counters
 from pipert.schedules.plan import plan, plan_call, recomputed
 from pipert.skip import store
 from pipert.stage.step import without_grad

@@ -29,8 +29,7 @@ from pipert.errors import PipeClosedError, ReentrantCallError
 from pipert.layers.batchnorm import DeferredStats
 from pipert.layers.parametrized import compute_cached
 from pipert.layers.random_numbers import paused
-from pipert.observe.counters import Counters
-from pipert.observe.notifier import Notifier
+from pipert.observe.notifier import Counters, Notifier
 from pipert.schedules.plan import Plan, plan_call
 from pipert.skip import store
 from pipert.stage.assembly import Model

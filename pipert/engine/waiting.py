@@ -27,9 +27,8 @@ from pipert.errors import PipeClosedError, PipelineTimeout, PipertError, WorkerD
 from pipert.stage.outcome import Outcome
 from pipert.stage.run import Run
 from pipert.status import WAITING, TaskStatus, WorkerStatistics
-from pipert.workers.activity import State
 from pipert.workers.pool import Pool, WorkerView
-from pipert.workers.worker import WorkerThread
+from pipert.workers.worker import State, WorkerThread
 
 __all__: list[str] = []
 

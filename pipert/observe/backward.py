@@ -37,7 +37,7 @@ from pipert.schedules.action import Action
 __all__: list[str] = []
 
 
-class _Thread(threading.local):
+class _AutogradThread(threading.local):
     """The task that a thread of autograd was executing at its last hook."""
 
     task: weakref.ref[_Task] | None = None
@@ -52,7 +52,7 @@ class _Thread(threading.local):
         self.moment = moment
 
 
-_thread = _Thread()
+_thread = _AutogradThread()
 
 
 def interrupt(device: torch.device) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipert.schedules.action import Size
+from pipert.schedules.action import Action, Size
 from pipert.schedules.ticks import Ticks, in_turns, lay_out
 
 __all__: list[str] = []
@@ -37,3 +37,57 @@ def _keeping(m: int, most: Sequence[int], placement: tuple[int, ...]) -> Ticks:
     tasks = [[(i, j) for i in range(m)] for j in range(len(most))]
     sequences = [in_turns(pairs, pairs, ahead) for pairs, ahead in zip(tasks, most, strict=True)]
     return lay_out(sequences, placement, Size(m, len(most), m))
+
+
+def interleaved(m: int, n: int, placement: tuple[int, ...]) -> Ticks:
+    """One forward, one backward, on *d* workers that serve the partitions in turns.
+
+    With ``1f1b`` a device waits for the length of ``d - 1`` tasks while the pipeline fills, and
+    again while it drains. If the layers are cut into ``v * d`` partitions, and device *r* has the
+    partitions ``r``, ``r + d`` and so on, then a task is ``v`` times shorter, and so is the wait:
+    the fraction ``(d - 1) / (v * m + d - 1)`` of the time of *m* micro-batches is lost. The price
+    is ``v`` times as many copies, and memory (Narayanan et al., section 2.2 of arXiv:2104.04473).
+
+    A worker does a group of micro-batches in its first partition, the same group in its second, and
+    so on; then the next group. Backward it does the same, from its last partition to its first. A
+    group has at least *d* micro-batches, so that its first is back from the other workers when its
+    last is done here; with a shorter group the worker would have to wait.
+
+    With ``v`` partitions per worker and *m* a multiple of *d*, worker *r* keeps at most ``(v - 1) *
+    d + 2 * (d - r) - 1`` micro-batches, each of one partition. Otherwise it may keep a few more.
+
+    Raises:
+        ValueError: the workers do not serve the partitions in turns.
+    """
+    d = len(set(placement))
+    if list(placement) != [placement[j % d] for j in range(n)]:
+        raise ValueError(
+            "'interleaved' is for devices that take the partitions in turns, as in devices="
+            f"['cuda:0', 'cuda:1', 'cuda:0', 'cuda:1']; the workers of the partitions are "
+            f"{list(placement)}"
+        )
+    if n == d:
+        return one_f_one_b(m, n, placement)
+    groups = _groups(m, d)
+    sequences = [
+        # In a last round, some workers may have no partition, and nothing to do.
+        [action for action in _sequence(r, groups, -(-n // d), d) if action.j < n]
+        for r in range(d)
+    ]
+    return lay_out(sequences, placement[:d], Size(m, n, m))
+
+
+def _groups(m: int, d: int) -> list[range]:
+    """Divide the micro-batches evenly into groups of ``d`` or a little more."""
+    count = max(1, m // d)
+    return [range(m * g // count, m * (g + 1) // count) for g in range(count)]
+
+
+def _sequence(r: int, groups: Sequence[range], v: int, d: int) -> list[Action]:
+    """Order the actions of worker ``r``, if each has ``v`` partitions."""
+    partitions = range(r, v * d, d)
+    forwards = [(i, j) for group in groups for j in partitions for i in group]
+    backwards = [(i, j) for group in groups for j in reversed(partitions) for i in group]
+    # As many as the worker has time for between its first input and its first gradient.
+    ahead = (v - 1) * max(d, *map(len, groups)) + 2 * (d - r) - 1
+    return in_turns(forwards, backwards, ahead)

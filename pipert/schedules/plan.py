@@ -29,8 +29,7 @@ from typing import Any
 
 from pipert.schedules.action import BACKWARD, FORWARD, RECOMPUTE, RULES, Action, Size
 from pipert.schedules.clock_cycle import clock_cycle, gpipe
-from pipert.schedules.interleaved import interleaved
-from pipert.schedules.one_f_one_b import eager_one_f_one_b, one_f_one_b
+from pipert.schedules.one_f_one_b import eager_one_f_one_b, interleaved, one_f_one_b
 from pipert.schedules.ticks import Ticks, lay_out
 
 __all__: list[str] = []
@@ -79,8 +78,6 @@ class Plan:
     """The position of each action in the order."""
     occurring_kinds: frozenset[str] = field(init=False, repr=False, compare=False)
     """The kinds of action that the plan has, including those that a schedule adds."""
-    goes_both_ways: bool = field(init=False, repr=False, compare=False)
-    """Whether some micro-batches go forward after others have begun to go back."""
     _size: Size = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -88,10 +85,7 @@ class Plan:
         order = tuple([action for tick in self.ticks for action in tick])
         object.__setattr__(self, "order", order)
         object.__setattr__(self, "positions", {action: k for k, action in enumerate(order)})
-        kinds = [action.kind for action in order]
-        object.__setattr__(self, "occurring_kinds", frozenset(kinds))
-        goes_both_ways = BACKWARD in kinds and FORWARD in kinds[kinds.index(BACKWARD) :]
-        object.__setattr__(self, "goes_both_ways", goes_both_ways)
+        object.__setattr__(self, "occurring_kinds", frozenset([a.kind for a in order]))
         object.__setattr__(self, "_size", Size(self.m, self.n, self.recomputed))
         self._check()
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from pipert.model.devices import assign_workers
-from pipert.observe.counters import Counters
 from pipert.observe.event import KINDS, Event
+from pipert.observe.notifier import Counters
 from pipert.observe.recorder import Recording
 from pipert.timeline.chrome import chrome_trace
 from pipert.timeline.picture import save_picture

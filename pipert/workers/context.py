@@ -37,15 +37,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from pipert._torch import forward_level, set_grad, transform
+from pipert._torch import dispatch_modes, forward_level, function_modes, set_grad, transform
 from pipert.autograd.hooks import hooks_of_caller
 from pipert.errors import TransformError
 from pipert.workers.thread_state import (
     NEW_THREAD_AUTOCAST,
     autocast,
     current_streams,
-    dispatch_modes,
-    function_modes,
     get_autocast,
     has_default_settings,
     modes,

@@ -33,9 +33,8 @@ import torch
 from pipert.errors import PipeClosedError, WorkerDiedError
 from pipert.queues.closable import QueueClosed
 from pipert.queues.process_lock import ProcessLock
-from pipert.workers.activity import Activity, State
 from pipert.workers.stack import stack_of
-from pipert.workers.worker import Task, WorkerThread
+from pipert.workers.worker import Activity, State, Task, WorkerThread
 
 __all__: list[str] = []
 

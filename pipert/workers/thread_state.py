@@ -119,27 +119,13 @@ def has_default_settings() -> bool:
     )
 
 
-def function_modes() -> list[Any]:
-    """Return the stack of torch-function modes."""
-    if not _torch.function_mode_count():
-        return []
-    return _torch.function_modes()  # type: ignore[no-any-return]
-
-
-def dispatch_modes() -> list[Any]:
-    """Return the stack of dispatch modes."""
-    if not _torch.dispatch_mode_count():
-        return []
-    return _torch.dispatch_modes()  # type: ignore[no-any-return]
-
-
 @contextlib.contextmanager
 def modes(functions: list[Any], dispatches: list[Any]) -> Iterator[None]:
     """Replace the stacks of modes.
 
     The modes are pushed, not entered: the caller has entered them.
     """
-    before = function_modes(), dispatch_modes()
+    before = _torch.function_modes(), _torch.dispatch_modes()
     if before == (functions, dispatches):
         yield
         return
@@ -151,11 +137,11 @@ def modes(functions: list[Any], dispatches: list[Any]) -> Iterator[None]:
 
 
 def _set_modes(functions: list[Any], dispatches: list[Any]) -> None:
-    for _ in function_modes():
+    for _ in _torch.function_modes():
         _torch.pop_function_mode()
     for mode in functions:
         _torch.push_function_mode(mode)
-    for _ in dispatch_modes():
+    for _ in _torch.dispatch_modes():
         _torch.pop_dispatch_mode()
     for mode in dispatches:
         _torch.push_dispatch_mode(mode)

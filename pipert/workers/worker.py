@@ -16,7 +16,9 @@ import enum
 import logging
 import threading
 import traceback
-from typing import Any, Protocol
+from functools import partial
+from time import perf_counter
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -24,7 +26,6 @@ from pipert._torch import set_thread_name
 from pipert.errors import PipeClosedError, WorkerDiedError
 from pipert.queues.closable import ClosableQueue, QueueClosed
 from pipert.queues.process_lock import ProcessLock
-from pipert.workers.activity import Activity
 
 __all__: list[str] = []
 
@@ -41,6 +42,67 @@ class _NotRun(enum.Enum):
 
 NOT_RUN = _NotRun.NOT_RUN
 """Takes the place of the value of a task that failed or did not run."""
+
+
+class State(NamedTuple):
+    """The state of a worker at one moment."""
+
+    tasks: int
+    """The number of completed tasks, failed ones included."""
+    busy: float
+    """Seconds spent on them."""
+    what: Any = None
+    """The ``what`` of the current task; ``None`` when the worker is idle."""
+    since: float = 0.0
+    """When it began to wait for the input, or to execute the task, in ``perf_counter`` seconds."""
+    works: bool = False
+    """Whether it executes the task, rather than waiting for its input."""
+
+
+_state = partial(tuple.__new__, State)  # without a Python call
+
+
+class Activity:
+    """What a worker is doing and has done. It is kept when the worker's thread is replaced.
+
+    Only the worker's thread writes the state, a tuple that is replaced in one step. So a reader on
+    any thread sees figures of one moment, without a lock. It holds words and numbers (**W2**).
+    """
+
+    __slots__ = ("_seen", "state")
+
+    def __init__(self) -> None:
+        self.state = State(0, 0.0)
+        self._seen = 0.0
+
+    def busy_by(self, state: State, now: float) -> float:
+        """Return the seconds spent on tasks by ``now``, the current task included. Never decreases.
+
+        The worker may have read the clock at the end of its task without having written it yet.
+        """
+        busy = state.busy + (max(0.0, now - state.since) if state.works else 0.0)
+        self._seen = max(busy, self._seen)
+        return self._seen
+
+    def waits(self, what: Any) -> None:
+        """Note that the worker waits for the input of a task. ``what`` must hold no tensors."""
+        tasks, busy, *_ = self.state
+        self.state = _state((tasks, busy, what, perf_counter(), False))
+
+    def works(self) -> None:
+        """Note that the task begins."""
+        tasks, busy, what, *_ = self.state
+        self.state = _state((tasks, busy, what, perf_counter(), True))
+
+    def rests(self) -> None:
+        """Note that the task is over."""
+        tasks, busy, _, since, works = self.state
+        if works:
+            tasks, busy = tasks + 1, busy + perf_counter() - since
+        self.state = _state((tasks, busy, None, 0.0, False))
+
+    def __repr__(self) -> str:
+        return f"<Activity: {self.state.what or 'idle'}, {self.state.tasks} tasks>"
 
 
 class Task(Protocol):

@@ -147,19 +147,6 @@ def test_two_partitions_of_one_worker_share_its_row() -> None:
 # Whatever the placement.
 
 
-@pytest.mark.parametrize(
-    ("name", "m", "both"), [("gpipe", 4, False), ("1f1b", 1, False), ("1f1b", 4, True)]
-)
-def test_a_step_goes_both_ways_if_some_go_forward_after_others_have_gone_back(
-    name: str, m: int, both: bool
-) -> None:
-    assert plan(name, m, 2).goes_both_ways == both
-
-
-def test_a_call_goes_one_way() -> None:
-    assert not plan_call(4, 2, (0, 1)).goes_both_ways
-
-
 @named
 @pytest.mark.parametrize("recomputed", range(5))
 def test_the_first_micro_batches_are_those_that_are_recomputed(name: str, recomputed: int) -> None:

@@ -216,12 +216,9 @@ def test_names_may_come_in_any_collection(names: Any) -> None:
 
 
 @pytest.mark.parametrize("key", ["stash", "pop"])
-@pytest.mark.parametrize(
-    ("names", "message"), [("abc", r"write \['abc'\]"), ([1], "must be a list of strings")]
-)
-def test_names_that_are_no_names_are_refused(key: str, names: Any, message: str) -> None:
-    with pytest.raises(TypeError, match=f"^{key} .*{message}"):
-        skippable(**{key: names})
+def test_names_in_a_string_are_refused(key: str) -> None:
+    with pytest.raises(TypeError, match=rf"^{key} .*write \['abc'\]"):
+        skippable(**{key: "abc"})
 
 
 @pytest.mark.parametrize("layers", [0, -1, True, 1.5, "2", None])

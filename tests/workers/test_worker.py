@@ -21,9 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from pipert import Pipe, PipeClosedError, WorkerDiedError
-from pipert.workers.activity import Activity
 from pipert.workers.pool import Pool
-from pipert.workers.worker import WorkerThread
+from pipert.workers.worker import Activity, WorkerThread
 from tests.activations import until
 from tests.workers.jobs import Job
 
