@@ -87,8 +87,8 @@ def test_the_balance_is_the_best_for_the_times(clock: Clock) -> None:
 def test_the_same_model_has_the_same_balance_each_time() -> None:
     """How steady real times are: a tenfold difference between layers is never mistaken.
 
-    Repeated medians of a layer differ by 6 to 15 per cent (benchmarks/README.md says of what and
-    when); here nothing is assumed about the machine but that noise does not cover a factor of ten.
+    Repeated medians of a layer differ by some 15 per cent (benchmarks/README.md). Here nothing is
+    assumed about the machine but that noise does not cover a factor of ten.
     """
     small, large = nn.Linear(16, 16), nn.Linear(1024, 1024)
     fit, unfit = nn.Linear(16, 1024), nn.Linear(1024, 16)
