@@ -22,9 +22,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node
 
-from pipert._torch import node_count, sequence_nr
+from pipert._torch import sequence_nr
 from pipert.batch.tensors import describe, version
 from pipert.stage.shared_memory import overlap
 
@@ -35,8 +34,7 @@ class _Boundary:
     """A boundary tensor, with its version and node when it was made and when it was last used."""
 
     __slots__ = (
-        "first_node", "first_version", "last_node", "last_version", "original", "since", "tensor",
-        "version",
+        "first_node", "first_version", "last_node", "last_version", "original", "tensor", "version",
     )  # fmt: skip
 
     def __init__(self, original: Tensor, tensor: Tensor) -> None:
@@ -44,7 +42,6 @@ class _Boundary:
         self.version = version(original)
         self.first_version = self.last_version = version(tensor)
         self.first_node = self.last_node = tensor.grad_fn
-        self.since = node_count()
 
     def has_changed(self) -> bool:
         return version(self.tensor) != self.first_version
@@ -114,21 +111,6 @@ class BoundaryTensors:
         node = None if base is None else base.grad_fn
         if node is not None and sequence_nr(node) in earlier:
             raise _another_name()
-
-    def refuse_unseen(self, place: tuple[Node, int], user: Node) -> None:
-        """Refuse a node that used the tensor at this place in the graph unseen, if it was changed.
-
-        It is refused even if the change came after the use. The user was made by this thread, which
-        alone holds the tensor, so its number can be compared.
-        """
-        for one in self.changed.values():
-            made_by = one.original.grad_fn, one.original.output_nr
-            if made_by == place and sequence_nr(user) > one.since:
-                raise RuntimeError(
-                    "a tensor that one partition has made is changed in place in a later one, and "
-                    "used in a custom autograd function or compiled code, where a step of a pipe "
-                    "does not see it; change a clone"
-                )
 
     def end(self, start: int) -> None:
         """End the partition, whose nodes are numbered from ``start``."""

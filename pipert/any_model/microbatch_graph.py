@@ -20,7 +20,7 @@ from pipert._torch import is_wrapped, node_count, sequence_nr
 from pipert._typing import Tensors, Value
 from pipert.any_model.boundary_tensors import BoundaryTensors
 from pipert.autograd import order
-from pipert.autograd.leaves import leaves_behind
+from pipert.autograd.leaves import Behind, leaves_behind
 from pipert.autograd.order import ENTERED
 from pipert.autograd.recompute import edges_of
 from pipert.batch.tensors import differentiable
@@ -102,40 +102,32 @@ class MicroBatchGraph:
         self.current.entries.append((order.edge_of(entered), source))
         return entered
 
-    def enter_unseen(
-        self, part: PartitionGraph, others: Iterable[Node], nodes: set[Node]
-    ) -> list[GradientEdge]:
-        """Cut the graph where tensors of earlier partitions have entered unseen.
+    def refuse_unseen(self, part: PartitionGraph, behind: Behind) -> None:
+        """Refuse a graph that leads on where a tensor has entered unseen.
 
-        They do so through custom autograd functions, compiled code, objects and closures.
+        Tensors do so through custom autograd functions, compiled code, transforms, objects and
+        closures. The graph is not cut there: two partitions would go through the same nodes.
 
         Args:
             part: the partition to go backward.
-            others: the nodes of its graph that were not made in it.
-            nodes: all nodes of its graph.
-
-        Returns:
-            The edges where the graph is now cut; they are added to the entries of the part.
+            behind: what is behind its ends.
 
         Raises:
-            RuntimeError: the graph leads into that of another micro-batch or call, or the boundary
-                tensor of such a tensor was changed in place.
+            RuntimeError: the graph leads into that of an earlier partition, or of another
+                micro-batch or call.
         """
-        for node in nodes:
+        for node in behind.nodes:
             if type(node) is ENTERED and getattr(node, "mark", self._mark) is not self._mark:
                 raise RuntimeError(_KEPT)
-        numbers = range(self._starts[0], part.first)
-        earlier = {node for node in others if sequence_nr(node) in numbers}
-        found: dict[tuple[Node, int], GradientEdge] = {}
-        for node in nodes - earlier - {None} if earlier else ():
-            for child, number in node.next_functions:
-                if child is not None and child in earlier:
-                    self.boundary.refuse_unseen((child, number), node)
-                    found[child, number] = GradientEdge(child, number)
-        for key, edge in found.items():
-            sources = self._made_in(sequence_nr(key[0])).sources
-            part.entries.append((edge, sources.setdefault(key, SourceTensor(edge))))
-        return list(found.values())
+        earlier = range(self._starts[0], part.first)
+        if any(sequence_nr(node) in earlier for node in behind.others):
+            raise RuntimeError(
+                "a partition uses a tensor that an earlier one has made, where a step of a pipe "
+                "does not see it (in a custom autograd function, in compiled code, in a transform "
+                "of torch.func, or in an object or a closure that a layer is given); pass "
+                "tensor.clone(), or the tensor itself, or register the object's class "
+                "(torch.utils._pytree.register_dataclass), or call the pipe and loss.backward()"
+            )
 
     def refuse_going_back(self, outputs: Tensors, inputs: Tensors, brought: Tensors) -> None:
         """Refuse ``torch.autograd.grad`` and ``backward`` that lead through an earlier partition.
@@ -173,33 +165,6 @@ class MicroBatchGraph:
     def _made_in(self, number: int) -> PartitionGraph:
         """Return the partition in which the node with this number was made."""
         return self._entered[bisect_right(self._starts, number) - 1]
-
-
-def refuse_through(unseen: Iterable[GradientEdge], leaves: Iterable[Tensor]) -> None:
-    """Refuse a backward that would run through an unseen boundary into an earlier partition.
-
-    Autograd executes every node on the way to a wanted gradient. Where that way leads through an
-    earlier partition, whose own backward executes the same nodes, gradients would be counted twice.
-
-    Args:
-        unseen: the edges at which tensors of earlier partitions entered unseen; the graph is to end
-            there.
-        leaves: parameters whose gradients are wanted as well.
-
-    Raises:
-        RuntimeError: one of the leaves, or another of the edges, is beyond such an edge.
-    """
-    ends = {edge.node for edge in unseen}
-    children = [child for node in ends for child, _ in node.next_functions if child is not None]
-    if not _reachable(children, stop=()).isdisjoint((*ends, *_nodes(leaves))):
-        raise RuntimeError(
-            "a partition uses a tensor that an earlier one has made, where a step of a pipe does "
-            "not see it (in a custom autograd function, in compiled code, or in an object or a "
-            "closure that a layer is given), and also uses another such tensor, or a parameter, "
-            "from which it was computed; pass tensor.clone(), or the tensor itself, or register "
-            "the object's class (torch.utils._pytree.register_dataclass), or call the pipe and "
-            "loss.backward()"
-        )
 
 
 def _nodes(tensors: Iterable[Tensor]) -> list[Node]:

@@ -13,12 +13,12 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import Node
 
 from pipert._typing import Value
 from pipert.any_model.around_layers import ModelRun
 from pipert.any_model.microbatch_forward import MicroBatchForward
-from pipert.any_model.microbatch_graph import MicroBatchGraph, PartitionGraph, refuse_through
+from pipert.any_model.microbatch_graph import MicroBatchGraph, PartitionGraph
 from pipert.any_model.microbatch_thread import MicroBatchThreads
 from pipert.autograd import order
 from pipert.autograd.leaves import Behind, leaves_behind
@@ -121,17 +121,11 @@ class ModelActions:
         self._model_run.clear()
 
 
-def _look_behind(
-    part: PartitionGraph, graph: MicroBatchGraph, ends: list[Node]
-) -> tuple[list[GradientEdge], Behind]:
-    """Return what is behind the ends of a partition, and where tensors have entered unseen."""
-    ours = range(part.first, part.last)
-    behind = leaves_behind(ends, [order.ENTRANCE], ours)
-    unseen = graph.enter_unseen(part, behind.others, behind.nodes)
-    if unseen:
-        behind = leaves_behind(ends, [order.ENTRANCE], ours, [edge.node for edge in unseen])
-        refuse_through(unseen, behind.leaves)
-    return unseen, behind
+def _look_behind(part: PartitionGraph, graph: MicroBatchGraph, ends: list[Node]) -> Behind:
+    """Return what is behind the ends of a partition; refuse what has entered it unseen."""
+    behind = leaves_behind(ends, [order.ENTRANCE], range(part.first, part.last))
+    graph.refuse_unseen(part, behind)
+    return behind
 
 
 def _sum(cut: StepBoundary, i: int, gradients: list[tuple[Tensor, int]]) -> Tensor | None:

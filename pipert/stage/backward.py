@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import Node
 
 from pipert.autograd import order
 from pipert.autograd.engine import differentiate
@@ -25,7 +25,7 @@ from pipert.workers.context import NOTHING
 __all__: list[str] = []
 
 Gradients = Sequence[Tensor | None]
-Look = Callable[[list[Node]], tuple[Sequence[GradientEdge], Behind]]
+Look = Callable[[list[Node]], Behind]
 
 
 def gather(
@@ -73,23 +73,22 @@ def differentiate_graph(
 ) -> tuple[Gradients, Sequence[Tensor], Gradients]:
     """Return the gradients of the graph's inputs; its leaves, and their gradients.
 
-    ``look`` tells what is behind the outputs, and adds inputs; by default there are no others.
+    ``look`` finds what is behind the outputs; by default the nodes made in the stage are its own.
     """
     pairs = [(y, dy) for y, dy in zip(graph.ys, dys, strict=True) if dy is not None]
     if not pairs:
         return (None,) * len(graph.xs), (), ()
     ys, given = zip(*pairs, strict=True)
-    ends, xs = list(map(_node, ys)), graph.xs
+    ends = list(map(_node, ys))
     if look is None:
         behind = leaves_behind(ends, [order.ENTRANCE], cut.numbers())
     else:
-        more, behind = look(ends)
-        xs = (*xs, *more)
+        behind = look(ends)
     leaves = behind.leaves
     refuse_hooked(cut, leaves)
-    found = gradients_of(stage, (*xs, *leaves), ys, given, behind)
-    dxs = tuple([None if dx is None else alone(dx) for dx in found[: len(xs)]])
-    return dxs, leaves, found[len(xs) :]
+    found = gradients_of(stage, (*graph.xs, *leaves), ys, given, behind)
+    dxs = tuple([None if dx is None else alone(dx) for dx in found[: len(graph.xs)]])
+    return dxs, leaves, found[len(graph.xs) :]
 
 
 _node: Callable[[Any], Any] = attrgetter("node")

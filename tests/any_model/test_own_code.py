@@ -160,26 +160,6 @@ class AskingForGradientsOfLayers(Three):
         return self.c(z + gradient + constant)
 
 
-class Transforming(Three):
-    """A model that calls its layers inside transforms, where they are not recomputed."""
-
-    def forward(self, x: Tensor) -> Any:
-        y = torch.func.vmap(self.b)(self.a(x))
-        forces = torch.func.grad(lambda y: self.b(y).square().sum())(y)
-        return self.c(y + forces)
-
-
-class TransformingWithOthers(Three):
-    """Transforms functions that use tensors of earlier partitions, which layers have used."""
-
-    def forward(self, x: Tensor) -> Any:
-        y = self.a(x)
-        z = self.b(y)
-        u = torch.func.vmap(lambda row: row * y.mean(0))(z)
-        v = torch.func.grad(lambda z: (z.square() * y).sum())(z)
-        return torch.func.vmap(torch.mul)(self.c(u + v), y)
-
-
 class TransformingClones(Three):
     """Transforms functions of clones, which belong to the current partition."""
 
@@ -244,28 +224,6 @@ class HookingLate(Three):
         z.mul_(2)
         z.register_hook(torch.square)
         return u + z * y
-
-
-class Exp(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x.exp()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        dx: Tensor = gradients[0] * x.exp()
-        return dx
-
-
-class ApplyingAFunction(Three):
-    """Applies an autograd function, which no mode sees, to a tensor of an earlier partition."""
-
-    def forward(self, x: Tensor) -> Any:
-        y = self.a(x)
-        z = self.b(y)
-        return self.c(Exp.apply(y) + z)  # type: ignore[no-untyped-call]
 
 
 class HookingModules(Three):

@@ -17,21 +17,18 @@ from tests.any_model.reference import first_rows, reference
 from tests.any_model.same import assert_same
 from tests.any_model.test_own_code import (
     MODELS,
-    ApplyingAFunction,
     CheckpointingItself,
     Jacobians,
     Three,
-    Transforming,
     TransformingClones,
-    TransformingWithOthers,
     family,
 )
 
 pytestmark = [pytest.mark.cuda, pytest.mark.multi_gpu]
 
 # They are refused there.
-TRANSFORMS = [Transforming, TransformingClones, TransformingWithOthers, Jacobians]
-NOT_THERE = {ApplyingAFunction, CheckpointingItself, *TRANSFORMS}
+TRANSFORMS = [TransformingClones, Jacobians]
+NOT_THERE = {CheckpointingItself, *TRANSFORMS}
 THERE = [model for model in MODELS if model not in NOT_THERE]
 
 
