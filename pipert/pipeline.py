@@ -19,7 +19,6 @@ from pipert.model.devices import default_devices, parse_devices
 from pipert.model.settings import check_timeout
 from pipert.model.split import (
     Partition,
-    check_values,
     move,
     place,
     sequential,
@@ -67,7 +66,6 @@ class ModulePipe(Pipelined):
                 f"each partition needs a device, but {n - 1} cuts make {n} partitions and there "
                 f"are {len(parsed)} devices; use fewer cuts, or name devices (one may appear twice)"
             )
-        check_values(module)
         self._live_on(parsed[:n], deferred_batch_norm)
         check_batch_norm(module, deferred_batch_norm)
         warn_if_not_batch_first(module)

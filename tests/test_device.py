@@ -74,15 +74,9 @@ def test_other_kinds_of_device_are_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["gpu", "cuda:x", "cuda:-1", ""])
-def test_name_of_no_device_is_refused_as_a_wrong_value(name: str) -> None:
-    with pytest.raises(ValueError, match="device"):
+def test_name_of_no_device_is_refused_by_torch(name: str) -> None:
+    with pytest.raises(RuntimeError, match="(?i)device"):
         parse_devices([name])
-
-
-@pytest.mark.parametrize("entry", [None, True, 1.5, ["cpu"]], ids=repr)
-def test_a_value_that_names_no_device_is_refused(entry: Any) -> None:
-    with pytest.raises(TypeError, match=r"must be a torch\.device, str or int, got"):
-        parse_devices([entry])
 
 
 @pytest.mark.parametrize("devices", ["cpu", CPU], ids=repr)

@@ -47,11 +47,6 @@ def _join(column: list[Any], outputs: list[Value], k: int, sizes: Sequence[int])
     if len(column) == 1 and not isinstance(first, Tensor):
         return first
     if all([isinstance(leaf, Tensor) for leaf in column]):
-        if len(column) > 1 and any([leaf.is_nested for leaf in column]):
-            raise ValueError(
-                f"{_path(outputs[0], k)} is a nested tensor, which pipert cannot join; let the last"
-                " layer return its padded rows, or use one chunk"
-            )
         if sizes and len(column) > 1 and all([leaf.dim() > 0 for leaf in column]):
             rows = list(map(len, column))
             each, rest = divmod(rows[0], sizes[0])

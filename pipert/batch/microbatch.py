@@ -126,9 +126,7 @@ def scatter_with_sizes(
     assert batch is not None
     sizes = [batch // m + (i < batch % m) for i in range(m)]
     parts: dict[int, list[Any]] = {}
-    for k, leaf in enumerate(leaves):
-        if isinstance(leaf, Tensor) and leaf.dim() > 0:
-            _refuse_layout(path, k, leaf)
+    for leaf in leaves:
         if id(leaf) not in parts:
             parts[id(leaf)] = _split(leaf, sizes)
     columns = [parts[id(leaf)] for leaf in leaves]
@@ -174,14 +172,4 @@ def _refuse_hidden_rows(path: Callable[[int], str], k: int, leaf: Any) -> None:
             f"{path(k)} is a {type(leaf).__qualname__}, which pipert cannot split: each "
             f"micro-batch would get the rows of all. To split its rows, {remedy}; or wrap it in "
             "Replicate(...)"
-        )
-
-
-def _refuse_layout(path: Callable[[int], str], k: int, tensor: Tensor) -> None:
-    if tensor.layout != torch.strided or tensor.is_nested:
-        layout = "nested" if tensor.is_nested else tensor.layout
-        raise TypeError(
-            f"{path(k)} is a tensor whose layout is {layout}, which pipert cannot split into "
-            "micro-batches; make it dense, wrap it in Replicate(...) if it belongs whole to "
-            "each, or use one chunk"
         )

@@ -42,9 +42,9 @@ def cuts_of_device_map(model: nn.Module) -> tuple[list[str], list[torch.device]]
         model: a model that was loaded with a ``device_map``, or contains one, as peft's do.
 
     Raises:
-        ValueError: there is no map, or it offloads modules or leaves out some with parameters.
+        ValueError: the map offloads modules, or leaves out some with parameters.
     """
-    prefix, owner = _owner(model)
+    prefix, owner = next(item for item in model.named_modules() if vars(item[1]).get(_MAP))
     given: Mapping[str, Device] = getattr(owner, _MAP)
     _refuse_offloading(given)
     known = dict(model.named_modules())  # lists a shared module under its first name only
@@ -54,16 +54,6 @@ def cuts_of_device_map(model: nn.Module) -> tuple[list[str], list[torch.device]]
     devices = [_parse(device) for _, device in placed if device is not None]
     changes = [k for k, (a, b) in enumerate(pairwise(devices), 1) if a != b]
     return [placed[k][0] for k in changes], [devices[k] for k in (0, *changes)]
-
-
-def _owner(model: nn.Module) -> tuple[str, nn.Module]:
-    for name, module in model.named_modules():
-        if vars(module).get(_MAP):
-            return name, module
-    raise ValueError(
-        f"the model has no {_MAP}, so it was not loaded with a device_map; pass cuts, or "
-        "partitions and an example"
-    )
 
 
 def _refuse_offloading(given: Mapping[str, Device]) -> None:

@@ -19,7 +19,6 @@ from pipert.model.settings import whole
 from pipert.model.split import (
     check_balance,
     check_module,
-    check_values,
     place,
     sequential,
     split,
@@ -55,7 +54,6 @@ class Partitioned(Placed):
         n = len(self._balance)
         parsed = default_devices(n) if devices is None else parse_devices(devices)
         check_balance(module, self._balance, len(parsed))
-        check_values(module)
         self._live_on(parsed[:n], deferred_batch_norm)
         check_batch_norm(module, deferred_batch_norm)
         warn_if_not_batch_first(module)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
 from typing import Any, NoReturn
 
 import torch
@@ -57,19 +56,6 @@ def check_module(module: Any) -> None:
         raise TypeError(
             f"the module has {own} of its own, which belong to no layer and would be missing from "
             "the pipe; move them into a layer"
-        )
-
-
-def check_values(module: nn.Module) -> None:
-    """Refuse a model with tensors on the meta device: a pipe would have to move their values."""
-    tensors = chain(module.named_parameters(), module.named_buffers())
-    names = [name for name, tensor in tensors if tensor.is_meta]
-    if names:
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        raise ValueError(
-            f"the module has tensors without values, on the meta device: {names[0]!r}{more}. Give "
-            "them values first: module.load_state_dict(state, assign=True), or "
-            "module.to_empty(device='cpu') and initialise them"
         )
 
 

@@ -25,7 +25,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import product
-from typing import Any
 
 from pipert.schedules.action import BACKWARD, FORWARD, RECOMPUTE, RULES, Action, Size
 from pipert.schedules.clock_cycle import clock_cycle, gpipe
@@ -216,26 +215,7 @@ def plan_call(m: int, n: int, placement: Sequence[int], recomputed: int = 0) -> 
 def _made(maker: Schedule, m: int, n: int, placement: tuple[int, ...]) -> Made:
     """Return the ticks that ``maker`` makes. Its own exceptions pass unchanged."""
     _check_size(m, n)
-    made = maker(m, n, placement)
-    return tuple([tuple(map(_action, _listed(tick))) for tick in _listed(made)])
-
-
-def _listed(made: Any) -> list[Any]:
-    if not isinstance(made, Iterable):
-        raise TypeError(f"{_RETURNS}, got {made!r}")
-    return list(made)
-
-
-def _action(made: Any) -> Action:
-    try:
-        action = Action(*made)
-        hash(action)
-    except TypeError as error:
-        raise TypeError(f"{_RETURNS}, got {made!r}") from error
-    return action
-
-
-_RETURNS = "a function that makes a schedule returns ticks, each a list of Action(kind, i, j)"
+    return tuple([tuple([Action(*action) for action in tick]) for tick in maker(m, n, placement)])
 
 
 def _check_size(m: int, n: int, recomputed: int = 0) -> None:

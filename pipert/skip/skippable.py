@@ -82,10 +82,7 @@ class Skippable(nn.Module):
         Raises:
             ValueError: ``only`` contains a name that the layer declares neither to stash nor to
                 pop.
-            TypeError: ``ns`` is not a namespace.
         """
-        if not isinstance(ns, Namespace | None):
-            raise TypeError(f"isolate takes a Namespace or None, got {ns!r}")
         declared = {*self.skip_stashes, *self.skip_pops}
         names = declared if only is None else {*_names(only, "only")}
         if names - declared:

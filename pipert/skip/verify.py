@@ -95,21 +95,16 @@ def verify_skippables(module: nn.Sequential) -> None:
     for key, stash in stashes.items():
         poppers = [pop.path for pop in pops.get(key, [])]
         if len(poppers) != stash.pops and key not in ambiguous:
-            problems.append(_miscounted(key, stash, poppers))
+            by = ", ".join(map(repr, poppers))
+            problems.append(
+                f"layer {stash.path!r} stashes {show(key)} for {stash.pops} to pop, but "
+                f"{len(poppers)} do: {by}; isolate pairs of layers in Namespaces of their own, or "
+                f"declare stash={{{key[1]!r}: {len(poppers)}}}"
+                if poppers
+                else f"layer {stash.path!r} stashes {show(key)}, which no layer pops"
+            )
     if problems:
         raise TypeError(
             "the stashes and pops of the layers do not match:\n\n"
             + "\n".join(f"* {problem}" for problem in problems)
         )
-
-
-def _miscounted(key: Key, stash: Declared, poppers: list[str]) -> str:
-    start = f"layer {stash.path!r} stashes {show(key)}"
-    if not poppers:
-        return f"{start}, which no layer pops"
-    by = ", ".join(map(repr, poppers))
-    return (
-        f"{start} for {stash.pops} to pop, but {len(poppers)} do: {by}; isolate pairs of layers in "
-        "Namespaces of their own, or, if all of these are to have it, declare "
-        f"stash={{{key[1]!r}: {len(poppers)}}}"
-    )

@@ -92,11 +92,6 @@ def test_the_map_of_a_wrapped_model_is_found_and_its_names_are_those_of_the_wrap
     assert cuts_of_device_map(wrapper)[0] == ["base.inner.layers.2", "base.head"]
 
 
-def test_a_model_without_a_map_is_refused() -> None:
-    with pytest.raises(ValueError, match="no hf_device_map, so it was not loaded with"):
-        cuts_of_device_map(Model())
-
-
 @pytest.mark.parametrize("where", ["cpu", "disk", torch.device("cpu")])
 def test_offloading_is_refused_by_name(where: Any) -> None:
     with pytest.raises(ValueError, match=f"offloads 'head' to '{where}', but .*max_memory"):

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from pipert.schedules import Action, Plan, gpipe, plan
-from pipert.schedules.plan import plan_call
 
 named = pytest.mark.parametrize("name", ["gpipe", "1f1b", "eager-1f1b"])
 
@@ -210,12 +209,6 @@ def test_a_name_may_be_in_any_case(name: str) -> None:
 def test_a_schedule_that_is_neither_a_name_nor_a_function_is_refused(given: Any) -> None:
     with pytest.raises(TypeError, match="schedule must be a name or a function that makes one"):
         plan(given, 2, 2)
-
-
-@pytest.mark.parametrize("made", [3, [3], [Action("F", 0, 0)], [[("F", 0)]]])
-def test_a_function_that_makes_something_else_is_refused(made: Any) -> None:
-    with pytest.raises(TypeError, match=r"returns ticks, each a list of Action\(kind, i, j\)"):
-        plan(lambda m, n, placement: made, 1, 1)
 
 
 def test_plain_tuples_are_made_actions() -> None:
