@@ -151,17 +151,12 @@ class _Durations(Observer):
             "pipert_failures", "Calls and backwards that failed, by type of exception.",
             ["pipe", "exception"], registry=None,
         )  # fmt: skip
-        self._children: dict[tuple[int, str], Histogram] = {}  # a look-up by labels is slow
 
     def run_finished(self, run: RunInfo, seconds: float, outcome: str) -> None:
         self._runs.labels(self._pipe, outcome).observe(seconds)
 
     def task_finished(self, task: TaskInfo, seconds: float) -> None:
-        key = (task.partition, task.phase)
-        child = self._children.get(key)
-        if child is None:  # two threads may look it up at once, and both find the same child
-            child = self._children[key] = self._tasks.labels(self._pipe, *map(str, key))
-        child.observe(seconds)
+        self._tasks.labels(self._pipe, str(task.partition), task.phase).observe(seconds)
 
     def failed(self, task: TaskInfo, error: BaseException) -> None:
         self._failures.labels(self._pipe, type(error).__name__).inc()

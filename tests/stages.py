@@ -65,7 +65,8 @@ class Driven:
         if recording is not None:
             counters.start_recording(recording)
         copy_streams = CopyStreams() if streams is None else cast(CopyStreams, streams)
-        notifier = counters.begin(self.plan)
+        self._opened = counters.open(self.plan)  # never left
+        notifier = self._opened.__enter__()
         self.run = Run(self.plan, devices or n * [CPU], CallerContext(), copy_streams, notifier)
         self.outcome = self.run.outcome
         layers = tuple([nn.Sequential(*partition) for partition in partitions])

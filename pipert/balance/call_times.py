@@ -35,7 +35,7 @@ from pipert.autograd.hooks import without_hooks
 from pipert.balance.by_time import forward_and_backward, now
 from pipert.balance.probe import cloned, copied, note_layer
 from pipert.batch.microbatch import Arguments
-from pipert.model.calls import call_model, intercepted, settled, unchanged
+from pipert.model.calls import intercepted, settled, unchanged
 
 __all__: list[str] = []
 
@@ -64,7 +64,7 @@ def block_times(
     ):
         args, kwargs = settled(example, device)
         stopwatch.started = now(device)
-        call_model(model, args, kwargs)
+        model(*args, **kwargs)
         stopwatch.count_own_code()
     stopwatch.seconds.pop(_FIRST, None)
     return stopwatch.seconds

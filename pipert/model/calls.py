@@ -39,7 +39,7 @@ def order_of_calls(
 
     Raises:
         ValueError: a parameter is not initialised.
-        Exception: any error of the model, with a note that it was called with the example.
+        Exception: any error of the model.
     """
     check_initialised(model)
     first_calls = _FirstCalls(layers)
@@ -48,7 +48,7 @@ def order_of_calls(
     if device is not None:
         args, kwargs = settled(Arguments(args, kwargs), device)
     with intercepted(layers.values(), first_calls), unchanged(model), torch.no_grad():
-        call_model(model, args, kwargs)
+        model(*args, **kwargs)
     return list(first_calls.found)
 
 
@@ -63,18 +63,6 @@ class _FirstCalls:
         if module in self._names:  # others belong to a pipe
             self.found.setdefault(self._names[module])
         return call(*args, **kwargs)
-
-
-def call_model(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Call the model with an example; add a note that says so to its errors."""
-    try:
-        return model(*args, **kwargs)
-    except Exception as error:
-        error.add_note(
-            "while the model was called with the example: a dict of keyword arguments, a tuple of "
-            "positional ones, or a single argument"
-        )
-        raise
 
 
 def arguments_of(example: Value) -> Arguments:

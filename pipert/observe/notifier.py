@@ -179,7 +179,16 @@ class Counters:
     @contextlib.contextmanager
     def open(self, plan: Plan) -> Iterator[Notifier]:
         """Count a run of ``plan``, and tell observers when it begins and ends."""
-        notifier = self.begin(plan)
+        profiled = is_profiled()  # before the lock: it may log
+        with _counting.current:
+            self._reset_in_child()
+            recorder, is_step = None, plan.goes_back
+            if self.recordings or profiled:
+                recorder = Recorder(self.runs, self.recordings, is_step)
+            info = RunInfo(self.runs, plan.m, plan.n)
+            notifier = Notifier(info, self.observers, self._count_recomputation, is_step, recorder)
+            self.runs += 1
+            self.live.add(notifier)
         started = perf_counter()
         try:
             if notifier.is_observed:
@@ -195,20 +204,6 @@ class Counters:
             if notifier.is_observed:
                 run, outcome = notifier.run, notifier.outcome
                 notifier.tell(lambda observer: observer.run_finished(run, seconds, outcome))
-
-    def begin(self, plan: Plan) -> Notifier:
-        """Count a run of ``plan`` that is about to begin."""
-        profiled = is_profiled()  # before the lock: it may log
-        with _counting.current:
-            self._reset_in_child()
-            recorder, is_step = None, plan.goes_back
-            if self.recordings or profiled:
-                recorder = Recorder(self.runs, self.recordings, is_step)
-            info = RunInfo(self.runs, plan.m, plan.n)
-            notifier = Notifier(info, self.observers, self._count_recomputation, is_step, recorder)
-            self.runs += 1
-            self.live.add(notifier)
-        return notifier
 
     def add_observer(self, observer: Observer) -> None:
         """Tell ``observer`` about all runs that begin from now on."""

@@ -71,7 +71,7 @@ def refuse_transforms() -> None:
             forward mode.
     """
     what = ""
-    if is_transformed():
+    if transform() is not None:
         what = "a torch.func transform such as grad, jvp or vmap"
     elif forward_level() >= 0:
         what = "forward-mode differentiation"

@@ -229,9 +229,7 @@ def test_a_layer_that_fails_is_named_and_calls_go_their_old_way() -> None:
     model = Calls(lambda m, x: m.b(m.a(x)[0], 3))
     with pytest.raises(TypeError) as error:
         times(model)
-    notes = error.value.__notes__
-    assert notes[0] == "while layer 'b' (Takes) was measured"
-    assert "while the model was called with the example" in notes[1]
+    assert error.value.__notes__ == ["while layer 'b' (Takes) was measured"]
     assert not any("_compiled_call_impl" in vars(module) for module in model.modules())
 
 

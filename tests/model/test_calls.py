@@ -76,9 +76,8 @@ def test_a_dry_run_leaves_buffers_and_random_numbers_unchanged() -> None:
 
 def test_changes_by_a_failing_forward_are_undone() -> None:
     model = Backwards()
-    with pytest.raises(TypeError, match="scales") as error:
+    with pytest.raises(TypeError, match="scales"):
         order(model, {"x": X, "scales": 2})
-    assert any("called with the example" in note for note in error.value.__notes__)
     broken = Backwards()
     broken.a = nn.Sequential(nn.Linear(5, 4))
     with pytest.raises(RuntimeError, match="shapes"):

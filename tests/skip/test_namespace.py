@@ -114,10 +114,9 @@ def test_names_that_are_not_declared_cannot_be_isolated() -> None:
         Stash().isolate(Namespace(), only=["d", "a", "c"])
 
 
-@pytest.mark.parametrize("only", ["a", [1]])
-def test_only_must_be_a_list_of_names(only: Any) -> None:
+def test_only_must_be_a_list_of_names() -> None:
     with pytest.raises(TypeError, match="only must be a list"):
-        Stash().isolate(Namespace(), only=only)
+        Stash().isolate(Namespace(), only="a")
 
 
 def test_a_namespace_is_equal_to_itself_alone() -> None:
