@@ -24,7 +24,7 @@ import torch
 
 from pipert._torch import backward_id, run_backward
 from pipert.layers.cpu_draws import real_generators
-from pipert.workers.stack import stack_of
+from pipert.workers.pool import stack_of
 
 __all__: list[str] = []
 

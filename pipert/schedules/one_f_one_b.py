@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipert.schedules.action import Action, Size
-from pipert.schedules.ticks import Ticks, in_turns, lay_out
+from pipert.schedules.action import Action, Size, Ticks, in_turns, lay_out
 
 __all__: list[str] = []
 

@@ -26,10 +26,18 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import product
 
-from pipert.schedules.action import BACKWARD, FORWARD, RECOMPUTE, RULES, Action, Size
+from pipert.schedules.action import (
+    BACKWARD,
+    FORWARD,
+    RECOMPUTE,
+    RULES,
+    Action,
+    Size,
+    Ticks,
+    lay_out,
+)
 from pipert.schedules.clock_cycle import clock_cycle, gpipe
 from pipert.schedules.one_f_one_b import eager_one_f_one_b, interleaved, one_f_one_b
-from pipert.schedules.ticks import Ticks, lay_out
 
 __all__: list[str] = []
 

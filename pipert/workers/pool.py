@@ -19,8 +19,11 @@ the very thread that is starting it; ``stop`` takes no lock, because a finalizer
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import itertools
 import os
+import re
+import tempfile
 import threading
 import time
 import traceback
@@ -33,7 +36,6 @@ import torch
 from pipert.errors import PipeClosedError, WorkerDiedError
 from pipert.queues.closable import QueueClosed
 from pipert.queues.process_lock import ProcessLock
-from pipert.workers.stack import stack_of
 from pipert.workers.worker import Activity, State, Task, WorkerThread
 
 __all__: list[str] = []
@@ -186,6 +188,32 @@ class Pool:
 _resetting = ProcessLock(reentrant=True)
 
 _OURS = (str(Path(__file__).parents[1]), threading.__file__)
+
+
+_THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)")
+_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)', re.MULTILINE)
+
+
+def stack_of(thread: threading.Thread) -> list[traceback.FrameSummary]:
+    """Return the Python calls of ``thread``, innermost last; none if the thread has ended.
+
+    ``sys._current_frames`` walks the frames in Python while the thread runs on, and so reads frames
+    that it has already left: CPython 3.11 then crashes, about once in a thousand looks at a busy
+    thread. ``faulthandler`` writes all stacks without releasing the interpreter. It sees at
+    most a hundred threads of a process, and the hundred innermost calls of each.
+    """
+    with tempfile.TemporaryFile() as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        text = file.read().decode(errors="replace")
+    for stack in text.split("\n\n"):
+        head = _THREAD.match(stack)
+        if head and int(head[1], 16) == thread.ident:
+            return [
+                traceback.FrameSummary(path, int(line), name.rpartition(".")[2])
+                for path, line, name in reversed(_FRAME.findall(stack))
+            ]
+    return []
 
 
 _exiting: list[bool] = []  # not empty once the threads of the process have been ended

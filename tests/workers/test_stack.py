@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from pipert.workers.stack import stack_of
+from pipert.workers.pool import stack_of
 
 
 def innermost(entered: threading.Event, go_on: threading.Event) -> None:
