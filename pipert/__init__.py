@@ -21,7 +21,7 @@ from pipert.errors import (
     WorkerBusyError,
     WorkerDiedError,
 )
-from pipert.layers.call import is_checkpointing, is_recomputing
+from pipert.layers.phase import is_checkpointing, is_recomputing
 from pipert.observe.event import Event
 from pipert.observe.observers import Observer, RunInfo, TaskInfo
 from pipert.pipe import Pipe

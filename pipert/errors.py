@@ -91,7 +91,8 @@ class ReentrantCallError(PipertError):
 class RecomputationError(PipertError):
     """A recomputation did something different from its forward, so gradients would be wrong.
 
-    It returned other shapes or dtypes, saved another number of tensors, or changed a buffer.
+    It returned other values, shapes or dtypes, or saved another number of tensors. Other values are
+    detected at the end of a step, before any gradient arrives, or of a backward.
 
     Layers must be referentially transparent under checkpointing (section 3 of the paper).
     """

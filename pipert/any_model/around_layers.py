@@ -29,7 +29,6 @@ from pipert.any_model.shared_state import Inspection
 from pipert.any_model.tensor_copies import TensorCopies
 from pipert.autograd.order import begin_numbers
 from pipert.layers.batchnorm import PartitionStats
-from pipert.layers.buffers import KEEPING, kept_counters
 from pipert.layers.cpu_draws import DRAWING
 from pipert.layers.nested_checkpoint import is_in_checkpoint
 from pipert.layers.random_numbers import Draws, drawing
@@ -114,13 +113,11 @@ class AroundLayers:
         """Put the ``forward`` into its context, from its beginning to its end."""
         shared = self._model_run
         notes = NOTHING if shared.stats is None else shared.stats.collecting()
-        # Inside a layer that another pipe recomputes, buffers stay as they are.
-        keeping = NOTHING if kept_counters.get() is None else KEEPING.included()
         # Gradients that it asks for make nodes on this thread, with its numbers, on GPUs too.
         cuts = self._graph is not None and self._copies is not None
         numbers = torch.autograd.set_multithreading_enabled(False) if cuts else NOTHING
         # The key not for each partition: one may end inside of a transform, which has keys, too.
-        with DRAWING.included(), keeping, notes, numbers:
+        with DRAWING.included(), notes, numbers:
             yield
 
     def _run(self, stage: Stage, forward: Callable[[Value], Value], x: Value) -> Value:
@@ -223,8 +220,9 @@ class AroundLayers:
             if layer.partition != stage.place.j:
                 stage.layers.take_snapshot(layer.module)
             stage.layers.refuse_replaced(layer.module)
+            call = stage.layers.checkpointed(self._i, layer.module, layer.name, call)
             return self._checkpointed.call(layer.name, call, around, args, kwargs)
-        with NOTHING if around is None else around():
+        with stage.layers.locked(layer.module), NOTHING if around is None else around():
             return call(*args, **kwargs)
 
     def _drawing_of_call(self) -> Callable[[], AbstractContextManager[None]]:

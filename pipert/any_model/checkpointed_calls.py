@@ -32,7 +32,8 @@ from pipert.autograd.recompute import Recomputation, refuse_changed
 from pipert.batch.microbatch import Arguments
 from pipert.batch.tensors import describe, tensors_of, version
 from pipert.errors import add_note
-from pipert.layers.call import Layers, checkpointing
+from pipert.layers.call import Layers
+from pipert.layers.phase import checkpointing
 from pipert.workers.context import NOTHING
 from pipert.workers.thread_state import Autocast, autocast, get_autocast
 

@@ -13,8 +13,8 @@ from pipert.any_model.model_actions import ModelActions
 from pipert.any_model.model_layers import ModelLayers
 from pipert.any_model.shared_state import SharedState
 from pipert.layers.batchnorm import DeferredStats
-from pipert.layers.intercepted import intercept, release
-from pipert.model.changes import Changes
+from pipert.layers.intercepted import intercept, is_unseen, release
+from pipert.model.cuts import lookup
 from pipert.skip.routes import routes
 from pipert.stage.assembly import Layered, assemble
 from pipert.stage.call_boundary import CallBoundary
@@ -41,8 +41,7 @@ class AnyModel:
         self.partitions = tuple(partitions)
         self.threads = MicroBatchThreads()
         self.layers = ModelLayers(partitions, cuts)
-        begun = {name: p._modules[name] for name, p in zip(cuts, partitions[1:], strict=True)}
-        self._changes = Changes(module, begun, self.layers)
+        self._begun = {name: p._modules[name] for name, p in zip(cuts, partitions[1:], strict=True)}
         self._model = Layered(self.partitions, routes(self.partitions))
         self._shared = SharedState(module, partitions)
         intercept(self.layers)
@@ -50,7 +49,7 @@ class AnyModel:
     def assemble(
         self, run: Run, inputs: list[Value], step: Step | None, stats: DeferredStats | None
     ) -> list[Stage]:
-        self._changes.refuse()
+        self._refuse_changes()
         several = run.plan.m > 1 and run.plan.n > 1
         inspection = self._shared.begin_run() if several else None
         whole = None if stats is None else stats.partitions[0]
@@ -66,6 +65,26 @@ class AnyModel:
         run.seed.draw()  # the model's own code may draw
         run.at_end = actions.finish
         return stages
+
+    def _refuse_changes(self) -> None:
+        """Refuse a model whose cuts were replaced or compiled, so that no partition would begin.
+
+        Other layers that are put into the model later run like its own code.
+
+        Raises:
+            RuntimeError: they were.
+        """
+        found = [
+            name
+            for name, cut in self._begun.items()
+            if lookup(self.module, name) is not cut or cut is None or is_unseen(cut)
+        ]
+        if found:
+            raise RuntimeError(
+                f"the modules {found} were replaced or compiled after the pipe was made, so no "
+                "partition would begin there; put adapters into the model and compile layers "
+                "first, and make the pipe again: pipert.pipeline(pipe.module, cuts, ...)"
+            )
 
     def end(self) -> None:
         """Stop intercepting calls, and stop the threads. Called once."""

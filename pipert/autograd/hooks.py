@@ -51,11 +51,6 @@ def refuse_transform(error: RuntimeError) -> None:
         raise refused from error
 
 
-def are_hooks_on() -> bool:
-    """Whether this thread has saved-tensor hooks, pipert's own or the caller's."""
-    return top_hooks(True) is not None
-
-
 def hooks_of_caller() -> Hooks:
     """Return the user's innermost saved-tensor hooks, skipping pipert's own.
 

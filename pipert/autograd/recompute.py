@@ -8,9 +8,10 @@ costs as much as a small operation. So:
    tensors. Only the inputs are kept.
 2. ``R[i,j]`` computes the task again, exactly like ``F`` of a micro-batch that is not checkpointed,
    and keeps the graph. ``B[i,j]`` differentiates it.
-3. ``R`` must do what ``F`` did. Comparing the shapes and dtypes of the outputs and the number of
-   nodes costs nothing. Where the number of nodes differs, ``R`` runs once more to count the tensors
-   it saves: a compiler or a cache does more work the first time, but saves the same tensors.
+3. ``R`` must do what ``F`` did. Who calls the layers compares their outputs. Here the number of
+   nodes is compared, which costs nothing. Where it differs, ``R`` runs once more to count the
+   tensors it saves: a compiler or a cache does more work the first time, but saves the same
+   tensors.
 4. The inputs are kept as they were before the partition ran: the layers get copies, so that an
    in-place first layer cannot corrupt them. An input that anything else has changed is refused, as
    autograd would.
@@ -21,7 +22,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from itertools import count
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -38,7 +38,6 @@ from pipert.errors import RecomputationError
 __all__: list[str] = []
 
 Edges = tuple[GradientEdge, ...]
-Signature = tuple[torch.Size, torch.dtype]
 Replay = Callable[[Callable[[], Value], Callable[[Value], None], bool], None]
 
 
@@ -86,8 +85,8 @@ class Recomputation:
     """
 
     __slots__ = (
-        "__weakref__", "_nodes", "_rebuild", "_replay_task", "_signatures", "_tensors", "_versions",
-        "_wanting", "hooks", "saves",
+        "__weakref__", "_nodes", "_rebuild", "_replay_task", "_tensors", "_versions", "_wanting",
+        "hooks", "saves",
     )  # fmt: skip
 
     def __init__(self, replay: Replay | None, hooks: Hooks) -> None:
@@ -122,7 +121,6 @@ class Recomputation:
         nodes = range(before, node_count())
         ys, rebuild = differentiable(y)
         self._nodes, self.saves = len(nodes), next(saved)
-        self._signatures = list(map(_signature, ys))
         return First(tuple(xs), begins, ys, rebuild, nodes)
 
     def connections(self, xs: Tensors) -> Tensors:
@@ -190,9 +188,7 @@ class Recomputation:
         def leave(y: Value) -> None:
             nonlocal nodes, ys
             nodes = node_count() - before
-            outputs = differentiable(y)[0]
-            self._check(outputs)
-            ys = edges_of(outputs)
+            ys = edges_of(differentiable(y)[0])
 
         with contextlib.nullcontext() if on_worker else without_hooks():
             self._replay(enter, leave, on_worker)
@@ -215,8 +211,7 @@ class Recomputation:
             pack = self.hooks[0] if self.hooks else None
             found[len(found)] = (kept if pack is None else pack(kept), tensor._version)
 
-        def check(y: Value) -> None:
-            self._check(differentiable(y)[0])
+        def check(_: Value) -> None:
             self._check_count(len(found))
 
         self._replay_under(Forget(keep), check, on_worker)
@@ -241,18 +236,10 @@ class Recomputation:
         with torch.autograd.graph.saved_tensors_hooks(pack, refuse):
             self._replay(self.fresh, check, on_worker)
 
-    def _check(self, outputs: Tensors) -> None:
-        if list(map(_signature, outputs)) != self._signatures:
-            before = [f"{str(dtype)[6:]}{list(shape)}" for shape, dtype in self._signatures]
-            raise RecomputationError(
-                f"a recomputation returned {describe(outputs)} and its forward "
-                f"({', '.join(before)}){_REMEDY}"
-            )
-
     def _check_count(self, saved: int) -> None:
         if saved != self.saves:
             raise RecomputationError(
-                f"a recomputation saved {saved} tensors and its forward {self.saves}{_REMEDY}"
+                f"a recomputation saved {saved} tensors and its forward {self.saves}{REMEDY}"
             )
 
     def __repr__(self) -> str:
@@ -268,10 +255,9 @@ def refuse_changed(tensor: Tensor, before: int) -> None:
         )
 
 
-_signature: Callable[[Tensor], Signature] = attrgetter("shape", "dtype")
-
-_REMEDY = (
+REMEDY = (
     "; layers must do the same when they run again: no counters, no random numbers from a "
-    "generator of their own, no dependence on what the training loop changes, no parameter frozen "
-    "or released in between. Otherwise use checkpoint='never'"
+    "generator of their own, no buffer or mode that has changed, no dependence on what the "
+    "training loop changes, no parameter frozen or released in between. Otherwise use "
+    "checkpoint='never'"
 )

@@ -30,6 +30,7 @@ from pipert.batch.tensors import Carried, differentiable, tensors_of
 from pipert.distributed.rank_boundary import FAILED, Arrived, Parcel, pack
 from pipert.layers.batchnorm import PartitionStats
 from pipert.layers.call import AfterLayer, Layers
+from pipert.layers.effects import Effects
 from pipert.layers.place import Place
 from pipert.layers.random_numbers import RunSeed
 from pipert.observe.notifier import Notifier
@@ -84,6 +85,7 @@ class RankBatch:
     losses: dict[int, Tensor] = field(default_factory=dict)
     sent: list[dist.Work] = field(default_factory=list)
     """Headers on their way."""
+    effects: Effects = field(default_factory=partial(Effects, at_end=True))
     failure: tuple[BaseException, Action | None] | None = None
     """The first error on this rank, and the action that raised it."""
     is_failed: bool = False

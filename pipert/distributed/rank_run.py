@@ -125,7 +125,7 @@ class RankRuntime:
         for k, (j, module) in enumerate(self.parts.modules.items()):
             skips = self.parts.skips[j]
             place = Place(j, n, m, self.site.device, self.parts.before[j])
-            about = module, place, batch.context, skips, batch.notifier
+            about = module, place, batch.context, skips, batch.notifier, batch.effects
             draws_loss = place.is_last and batch.loss is not None and batch.loss.draws
             layers = Layers(*about)
             if draws_loss or draws(module):
@@ -208,6 +208,8 @@ class RankRuntime:
         loss, outputs = torch.ones((), device=self.site.device), None
         m = range(len(batch.sizes))
         try:
+            if not batch.is_failed:
+                batch.effects.check()
             if batch.loss is not None and not batch.is_failed:
                 if not batch.loss.is_differentiable:
                     raise without_grad()

@@ -27,6 +27,7 @@ from pipert.engine.clock import Posting
 from pipert.engine.waiting import Waiting
 from pipert.errors import PipeClosedError, ReentrantCallError
 from pipert.layers.batchnorm import DeferredStats
+from pipert.layers.effects import Effects
 from pipert.layers.parametrized import compute_cached
 from pipert.layers.random_numbers import paused
 from pipert.observe.notifier import Counters, Notifier
@@ -114,9 +115,11 @@ class Runtime:
             pairs = zip(inputs, step.inputs, strict=True)
             leaves = [leaf_inputs(x) if xs else x for x, xs in pairs]
             run = self._new_run(plan, notifier)
+            run.effects = Effects(at_end=True)
             stages = self.model.assemble(run, leaves, step, stats)
             self._execute(run, stages, threads, timeout)
             try:
+                run.effects.check()
                 step.check()
                 sums = [stage.cut.gradients for stage in stages if stage.cut is not None]
                 loss = step.commit(sums)

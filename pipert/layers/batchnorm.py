@@ -11,7 +11,7 @@ Here the layers are unchanged and the sums belong to the run:
 1. In ``F[i,j]`` the normalisation function of a layer in training mode gets scratch buffers
    with momentum 1, which makes torch itself return mean and unbiased variance. They are recorded
    together with the number of values they summarise.
-2. In ``R[i,j]`` nothing is recorded (``layers/buffers.py``).
+2. In ``R[i,j]`` nothing is recorded, and the buffers are put aside (``layers/buffers.py``).
 3. When the call has succeeded, the records of all its micro-batches are pooled and the running
    statistics updated once, as ``nn.BatchNorm`` does with the whole mini-batch. When it fails, the
    records are dropped with the run.
@@ -139,10 +139,6 @@ class PartitionStats:
         """Record the statistics of the micro-batch that is computed in the block."""
         return _Collect(self)
 
-    def discarding(self) -> AbstractContextManager[object]:
-        """Update nothing while compiled layers are recomputed; their code calls no kernels."""
-        return _Collect(self, deferring=False)
-
 
 def _cannot_be_deferred(norm: BatchNorm) -> RuntimeError:
     return RuntimeError(
@@ -155,10 +151,9 @@ def _cannot_be_deferred(norm: BatchNorm) -> RuntimeError:
 class _Collect(TorchFunctionMode):
     """A function mode that records the statistics of one task and leaves the buffers alone."""
 
-    def __init__(self, stats: PartitionStats, deferring: bool = True) -> None:
+    def __init__(self, stats: PartitionStats) -> None:
         super().__init__()
         self._stats = stats
-        self._deferring = deferring
         self._calls: dict[int, int] = {}
 
     def __torch_function__(
@@ -168,8 +163,6 @@ class _Collect(TorchFunctionMode):
         if func is F.batch_norm or func is torch.batch_norm:
             names = _FUNCTIONAL if func is F.batch_norm else _TORCH
             return self._normalise(func, {**dict(zip(names, args, strict=False)), **kwargs})
-        if not self._deferring and (func is F.instance_norm or func is torch.instance_norm):
-            return func(*map(self._copy, args), **{k: self._copy(x) for k, x in kwargs.items()})
         norm = self._stats.by_counter.get(id(args[0])) if args else None
         if norm is not None:
             if func in _COUNTING:
@@ -181,9 +174,6 @@ class _Collect(TorchFunctionMode):
         if norm is not None:
             raise _cannot_be_deferred(norm)
         return func(*args, **kwargs)
-
-    def _copy(self, argument: Any) -> Any:
-        return argument.clone() if id(argument) in self._stats.buffers else argument
 
     def _normalise(self, func: Any, arguments: dict[str, Any]) -> Tensor:
         mean, var = arguments["running_mean"], arguments["running_var"]

@@ -6,9 +6,8 @@ partition and whatever must be the same the second time, but neither the run nor
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -17,10 +16,12 @@ from torch import Tensor, nn
 from pipert._typing import Value
 from pipert.batch.microbatch import Arguments
 from pipert.batch.tensors import Carried, describe
-from pipert.errors import RecomputationError, add_note
-from pipert.layers.buffers import KEEPING, kept_counters
+from pipert.errors import add_note
+from pipert.layers.buffers import locked
 from pipert.layers.compiled_backward import call_compiled
 from pipert.layers.compiling import is_compiled
+from pipert.layers.effects import Effect, Effects
+from pipert.layers.phase import checkpoint_here, is_recomputing, recompute_here
 from pipert.layers.place import Place, describe_layer
 from pipert.layers.random_numbers import Draws, RunSeed, drawing
 from pipert.layers.snapshot import Snapshot
@@ -31,39 +32,9 @@ from pipert.skip.routes import PartitionSkips
 from pipert.skip.store import of_task
 from pipert.workers.context import NOTHING, CallerContext
 
-__all__ = ["is_checkpointing", "is_recomputing"]
-
-# Set in the task's own copy of the caller's context variables, so there is nothing to reset.
-_checkpointing: ContextVar[bool] = ContextVar("pipert_checkpointing", default=False)
-_recomputing: ContextVar[bool] = ContextVar("pipert_recomputing", default=False)
+__all__: list[str] = []
 
 AfterLayer = Callable[[], None] | None
-
-
-def is_checkpointing() -> bool:
-    """Whether this code runs in a forward that will be recomputed (section 3.2.4 of the paper).
-
-    True inside a layer during ``F[i,j]`` of a checkpointed micro-batch, False elsewhere.
-    """
-    return _checkpointing.get()
-
-
-def is_recomputing() -> bool:
-    """Whether this code runs in a recomputation, i.e. inside a layer during ``R[i,j]``.
-
-    A layer with side effects, such as counting its calls, can skip them here.
-    """
-    return _recomputing.get()
-
-
-@contextlib.contextmanager
-def checkpointing() -> Iterator[None]:
-    """Make :func:`is_checkpointing` true in the block."""
-    before = _checkpointing.set(True)
-    try:
-        yield
-    finally:
-        _checkpointing.reset(before)
 
 
 class Layers:
@@ -75,14 +46,15 @@ class Layers:
         context: the caller's.
         skips: those that the partition stashes and pops. If there are any, values are ``Carried``.
         notifier: counts and observes recomputations.
+        effects: gets what recomputations return.
     """
 
     draws = False
     """Whether tasks have random numbers of their own."""
 
     __slots__ = (
-        "_compiled", "_context", "_partition", "_place", "_skips", "_snapshot", "_substitutes",
-        "_notifier",
+        "_compiled", "_context", "_effects", "_notifier", "_partition", "_place", "_returned",
+        "_skips", "_snapshot", "_substitutes",
     )  # fmt: skip
 
     def __init__(
@@ -92,12 +64,15 @@ class Layers:
         context: CallerContext,
         skips: PartitionSkips,
         notifier: Notifier,
+        effects: Effects,
     ) -> None:
         self._partition = partition
         self._place = place
         self._context = context
         self._skips = skips if skips.pops else None
         self._notifier = notifier
+        self._effects = effects
+        self._returned: dict[int, Effect] = {}  # of each micro-batch's forward
         self._substitutes: dict[nn.Module, Substitute] = {}
         self._snapshot: Snapshot | None = None
         # On CPU one thread runs the backward of all partitions.
@@ -125,10 +100,18 @@ class Layers:
             after_layer: called after each layer, if given.
             value: the input.
         """
-        if checkpointed:
-            if self._snapshot is None:
-                self.take_snapshot()
-            _checkpointing.set(True)
+        if not checkpointed:
+            return self._forward(i, after_layer, value)
+        if self._snapshot is None:
+            self.take_snapshot()
+        checkpoint_here.set(True)
+        y = self._forward(i, after_layer, value)
+        self._returned[i] = effect = Effect(self._effects, self._place, i)
+        effect.note(y)
+        return y
+
+    def _forward(self, i: int, after_layer: AfterLayer, value: Value) -> Value:
+        buffers = self._snapshot.buffers if self._snapshot and is_recomputing() else {}
         store = None
         if self._skips is not None:
             value, arriving = value
@@ -142,10 +125,13 @@ class Layers:
                     call = partial(call_compiled, call)
                 if layer in self._substitutes:
                     call = partial(self._substitutes[layer].during, call)
-                if isinstance(value, Arguments):
-                    value = call(*value.args, **value.kwargs)
-                else:
-                    value = call(value)
+                if layer in buffers:
+                    call = partial(buffers[layer].put_aside, call)
+                with self.locked(layer):
+                    if isinstance(value, Arguments):
+                        value = call(*value.args, **value.kwargs)
+                    else:
+                        value = call(value)
                 if after_layer is not None:
                     after_layer()
                 done += 1
@@ -206,34 +192,45 @@ class Layers:
         with notifier.recomputing(action, self._place.device) if notifier.is_watched else NOTHING:
             try:
                 if on_worker:  # as a task, under the caller's context already
-                    y = self._compute_again(begin)
+                    y = self._compute_again(i, begin)
                 else:
                     with context.on_any_thread():
-                        y = context.variables.copy().run(self._compute_again, begin)
+                        y = context.variables.copy().run(self._compute_again, i, begin)
                 check(y)
                 del y  # before it is said that the recomputation has ended
             except BaseException as error:
                 self._place.note(error, action)
                 raise
 
-    def _compute_again(self, begin: Callable[[], Callable[[], Value]]) -> Value:
+    def _compute_again(self, i: int, begin: Callable[[], Callable[[], Value]]) -> Value:
         assert self._snapshot is not None
-        if not self._snapshot.is_current():
-            if (layer := self._snapshot.changed_mode()) is not None:
-                raise RecomputationError(
-                    f"the mode of a layer, {type(layer).__qualname__}, is not that of its forward "
-                    "when it is recomputed; call train() and eval() before the forward or after "
-                    "the backward, or use checkpoint='never'"
-                )
-            raise RuntimeError(
-                f"a parameter of partition {self._place.j} was modified between a forward and its "
-                "recomputation, or is another tensor, as with torch.func.functional_call; call the "
-                "optimizer after the backward, or use checkpoint='never', as for a layer that "
-                "changes it in its forward, such as nn.Embedding(max_norm=...)"
-            )
-        _recomputing.set(True)
-        compute, buffers = begin(), self._snapshot.buffers
-        return compute() if buffers is None else buffers.keep_during(compute)
+        self._snapshot.refuse_changes()
+        recompute_here.set(True)
+        y = begin()()
+        if i in self._returned:  # each layer of any model is compared by itself
+            self._returned[i].note(y)
+        return y
+
+    def checkpointed(
+        self, i: int, layer: nn.Module, name: str, call: Callable[..., Value]
+    ) -> Callable[..., Value]:
+        """Return ``call``, of a layer of any model, as it is called in ``F`` and in ``R``."""
+        return partial(self._call_layer, layer, Effect(self._effects, self._place, i, name), call)
+
+    def _call_layer(
+        self, layer: nn.Module, effect: Effect, call: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Value:
+        assert self._snapshot is not None
+        if is_recomputing():
+            call = partial(self._snapshot.buffers[layer].put_aside, call)
+        with self.locked(layer):
+            y = call(*args, **kwargs)
+        effect.note(y)
+        return y
+
+    def locked(self, layer: nn.Module) -> AbstractContextManager[object]:
+        """Return the block in which ``layer`` is called."""
+        return locked(layer, self._effects)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Iterate over the parameters of the layers."""
@@ -267,24 +264,19 @@ class Layers:
 
 
 class RandomLayers(Layers):
-    """Layers that might draw, in a run whose tasks have random numbers of their own.
-
-    Also those of a run inside another one's recomputation, which must not change their buffers.
-    """
+    """Layers that might draw, in a run whose tasks have random numbers of their own."""
 
     draws = True
 
-    __slots__ = ("_is_recomputed", "_seed")
+    __slots__ = ("_seed",)
 
     def __init__(self, seed: RunSeed, *args: Any) -> None:
         super().__init__(*args)
         self._seed = seed
         seed.draw()
-        self._is_recomputed = kept_counters.get() is not None
 
     def forward(self, i: int, checkpointed: bool, after_layer: AfterLayer, value: Value) -> Value:
-        keeping = KEEPING.included() if self._is_recomputed else NOTHING
-        with drawing(Draws(self._seed, self._place.number(i), self._place.device)), keeping:
+        with drawing(Draws(self._seed, self._place.number(i), self._place.device)):
             return super().forward(i, checkpointed, after_layer, value)
 
     def backward(self, i: int, differentiate: Callable[..., Value], *args: Any) -> Value:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any, Protocol
 
 from torch import nn
@@ -60,12 +59,6 @@ class Calls:
         return f"<Calls of {type(self._module()).__name__}, for {self.users}>"
 
 
-class Shortcut(partial[Any]):
-    """A function that stands in a module's slot for a while, but is not compiled."""
-
-    compiled = None
-
-
 def intercept(modules: Iterable[nn.Module]) -> None:
     """Intercept the calls of these modules, until :func:`release` has been called as often."""
     for module in modules:
@@ -95,4 +88,4 @@ def is_unseen(module: nn.Module) -> bool:
 def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
     """Return the compiled call of ``module.compile()``, even if it is not in the slot now."""
     found: Callable[..., Any] | None = getattr(module, SLOT, None)
-    return found.compiled if isinstance(found, Calls | Shortcut) else found
+    return found.compiled if isinstance(found, Calls) else found

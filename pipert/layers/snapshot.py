@@ -11,7 +11,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from pipert.batch.tensors import Versions
-from pipert.layers.buffers import Buffers, has_buffers
+from pipert.errors import RecomputationError
+from pipert.layers.buffers import Buffers
 from pipert.layers.modules import modules_of
 from pipert.layers.random_numbers import initialise_apart
 
@@ -25,41 +26,38 @@ class Snapshot:
     """A partition's parameters and their versions, its mode and buffers. One per stage and run.
 
     Each ``R`` compares parameters and mode. So the modules are walked once, and the comparison runs
-    in C. Of the modules inside a layer the mode is not compared: a layer may set it in its forward.
+    in C. In another mode a layer saves other tensors, which crash the kernels of ``F``'s graph. Of
+    the modules inside a layer it is not compared: a layer may set it in its forward.
     """
 
     __slots__ = (
-        "_dicts", "_layers", "_modes", "_modules", "_names", "_parameters", "_places", "_versions",
-        "buffers",
+        "_dicts", "_layers", "_modes", "_names", "_parameters", "_places", "_versions", "buffers",
     )  # fmt: skip
 
     def __init__(self, partition: nn.Module) -> None:
         self._layers = list(partition.children())
         self._modes = list(map(_mode, self._layers))
-        self._modules: set[nn.Module] = set()
         self._dicts: list[Parameters] = []  # for each parameter, the dict it is looked up in
         self._names: list[str] = []
         self._parameters: list[nn.Parameter | None] = []
         self._places: dict[nn.Module, list[Place]] = {}  # of the modules that were asked for
         self._versions = Versions()
-        self.buffers: Buffers | None = None
-        """The buffers, if there are any."""
-        self.add(partition)
+        self.buffers: dict[nn.Module, Buffers] = {}
+        """Those of each layer."""
+        for layer in self._layers:
+            self.add(layer)
 
-    def add(self, module: nn.Module) -> None:
-        """Record a module, possibly of another partition, before its first call."""
-        if module in self._modules:
+    def add(self, layer: nn.Module) -> None:
+        """Record a layer, possibly of another partition, before its first call."""
+        if layer in self.buffers:
             return
-        self._modules.add(module)
-        parts = modules_of(module)
+        parts = modules_of(layer)
+        self.buffers[layer] = Buffers(parts)
         known = len(self._parameters)
         for part in [] if _are_sharded(parts) else parts:  # runs for each module in each run
             if part._parameters:
                 self._add_parameters(part)
         self._versions.add(p for p in self._parameters[known:] if p is not None)
-        if any(map(has_buffers, parts)):
-            self.buffers = self.buffers or Buffers()
-            self.buffers.add(module, parts)
 
     def _add_parameters(self, part: nn.Module) -> None:
         parameters: Any = part._parameters
@@ -95,16 +93,30 @@ class Snapshot:
                 "use checkpoint='never'"
             )
 
-    def is_current(self) -> bool:
-        """Whether the modules have the same parameters, unmodified, and the layers their mode."""
-        found = map(dict.get, self._dicts, self._names)
-        same = all(map(operator.is_, found, self._parameters)) and self._versions.are_current()
-        return same and list(map(_mode, self._layers)) == self._modes
+    def refuse_changes(self) -> None:
+        """Refuse to recompute with other or modified parameters, or in another mode.
 
-    def changed_mode(self) -> nn.Module | None:
-        """Return the first layer whose mode has changed."""
-        each = zip(self._layers, self._modes, strict=True)
-        return next((layer for layer, mode in each if layer.training != mode), None)
+        Raises:
+            RecomputationError: a layer has another mode.
+            RuntimeError: a parameter was modified, or replaced.
+        """
+        if list(map(_mode, self._layers)) != self._modes:
+            each = zip(self._layers, self._modes, strict=True)
+            layer = next(layer for layer, mode in each if layer.training != mode)
+            raise RecomputationError(
+                f"the mode of a layer, {type(layer).__qualname__}, is not that of its forward "
+                "when it is recomputed; call train() and eval() before the forward or after the "
+                "backward, or use checkpoint='never'"
+            )
+        found = map(dict.get, self._dicts, self._names)
+        same = all(map(operator.is_, found, self._parameters))
+        if not (same and self._versions.are_current()):
+            raise RuntimeError(
+                "a parameter of a partition was modified between a forward and its recomputation, "
+                "or is another tensor, as with torch.func.functional_call; call the optimizer "
+                "after the backward, or use checkpoint='never', as for a layer that changes it in "
+                "its forward, such as nn.Embedding(max_norm=...)"
+            )
 
 
 _ORDINARY = {nn.Parameter, type(None)}

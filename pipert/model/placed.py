@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from pipert._torch import refuse_unsupported
 from pipert.autograd.order import begin_numbers
-from pipert.layers.buffers import KEEPING
 from pipert.layers.compiling import not_traced
 from pipert.layers.cpu_draws import prepare
 from pipert.model.devices import assign_workers, where_tensors_are
@@ -43,7 +42,6 @@ class Placed(nn.Module):
         self._deferred_batch_norm = bool(deferred_batch_norm)
         refuse_unsupported()
         prepare()
-        KEEPING.prepare()
 
     @property
     def devices(self) -> list[torch.device]:

@@ -19,8 +19,8 @@ from pipert.engine.runtime import Runtime
 from pipert.engine.timeout import still_busy
 from pipert.errors import PipelineTimeout
 from pipert.layers.batchnorm import DeferredStats
-from pipert.layers.call import is_recomputing
 from pipert.layers.compiling import refuse_compilation
+from pipert.layers.phase import is_recomputing
 from pipert.model.placed import Placed
 from pipert.model.settings import check_timeout, refuse_keywords_of
 from pipert.observe.observers import Observer

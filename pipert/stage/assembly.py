@@ -14,7 +14,6 @@ from torch import nn
 
 from pipert._typing import Value
 from pipert.layers.batchnorm import DeferredStats
-from pipert.layers.buffers import kept_counters
 from pipert.layers.call import Layers, RandomLayers
 from pipert.layers.drawing import draws
 from pipert.layers.place import Place, last_layer
@@ -102,10 +101,11 @@ def assemble(
 def _layers(
     run: Run, partition: nn.Sequential, place: Place, skips: PartitionSkips, step: Step | None
 ) -> Layers:
+    about = partition, place, run.context, skips, run.notifier, run.effects
     draws_loss = step is not None and place.is_last and step.loss.draws
-    if draws_loss or draws(partition) or kept_counters.get() is not None:
-        return RandomLayers(run.seed, partition, place, run.context, skips, run.notifier)
-    return Layers(partition, place, run.context, skips, run.notifier)
+    if draws_loss or draws(partition):
+        return RandomLayers(run.seed, *about)
+    return Layers(*about)
 
 
 def _between(run: Run, receiver: Place) -> Link:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
 from pipert._typing import Value
 from pipert.autograd.streams import CopyStreams, compute_stream, wait
+from pipert.layers.effects import Effects
 from pipert.layers.random_numbers import RunSeed
 from pipert.observe.notifier import Notifier
 from pipert.schedules.plan import Plan
@@ -33,6 +35,7 @@ class Run:
     number: int = field(init=False)
     outcome: Outcome = field(init=False)
     seed: RunSeed = field(default_factory=RunSeed)
+    effects: Effects = field(default_factory=partial(Effects, at_end=False))
     skips: SkipLinks = field(default_factory=SkipLinks)
     outputs: list[Value] = field(default_factory=list)
     sources: dict[tuple[torch.device, int], torch.cuda.Stream] = field(default_factory=dict)

@@ -10,49 +10,43 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipert.layers.buffers import KEEPING
 from pipert.layers.cpu_draws import DRAWING, prepare
-from pipert.layers.dispatch_keys import Key, operations, stash, stashed
+from pipert.layers.dispatch_keys import operations, stash, stashed
 
 ONE = torch.ones(())
-both = pytest.mark.parametrize("key", [DRAWING, KEEPING], ids=["drawing", "keeping"])
 
 
 @pytest.fixture(autouse=True)
 def _prepared() -> None:
     prepare()
-    KEEPING.prepare()
 
 
-@both
-def test_a_key_is_included_for_a_block_in_one_thread(key: Key) -> None:
+def test_a_key_is_included_for_a_block_in_one_thread() -> None:
     elsewhere: list[bool] = []
-    with key.included():
-        other = threading.Thread(target=lambda: elsewhere.append(key.is_included()))
+    with DRAWING.included():
+        other = threading.Thread(target=lambda: elsewhere.append(DRAWING.is_included()))
         other.start()
         other.join()
-        assert key.is_included()
-    assert not key.is_included() and elsewhere == [False]
+        assert DRAWING.is_included()
+    assert not DRAWING.is_included() and elsewhere == [False]
 
 
-@both
-def test_operations_without_a_kernel_pass(key: Key) -> None:
+def test_operations_without_a_kernel_pass() -> None:
     x = torch.ones(3, requires_grad=True)
-    with key.included():
+    with DRAWING.included():
         (gradient,) = torch.autograd.grad((x * 2).sum(), x)
     assert gradient.tolist() == [2.0] * 3
 
 
-@both
-def test_higher_order_operators_pass(key: Key) -> None:
+def test_higher_order_operators_pass() -> None:
     """An operator that is made later passes, too."""
     kind: Any = torch._ops.HigherOrderOperator
     made = type("Made", (kind,), {"__call__": lambda self, x: kind.__call__(self, x)})(
-        f"pipert_test_{id(key)}"
+        f"pipert_test_{id(DRAWING)}"
     )
     made.py_impl(vars(torch._C)["DispatchKey"].AutogradCPU)(lambda x: x * 2)
     known: Any = torch.ops.higher_order.run_and_save_rng_state
-    with key.included():
+    with DRAWING.included():
         assert made(ONE).item() == 2.0
         assert known(torch.ops.aten.neg.default, ONE)[1].item() == -1.0
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipert import RecomputationError, is_recomputing
+from pipert import is_recomputing
 from tests.layers import Apply
 from tests.pipes import pipe_of_layers
 from tests.torchscript import uses_torchscript
@@ -179,9 +179,10 @@ def step(
     drawn: list[Tensor] = []
 
     def note(x: Tensor) -> Tensor:
+        factors = torch.rand(8)
         if not is_recomputing():
-            drawn.append(torch.rand(8))
-        return x * torch.rand(8)
+            drawn.append(factors)
+        return x * factors
 
     layers = nn.Linear(8, 8), make(), Apply(note), nn.Linear(8, 8)
     x = torch.randn(6, 8)
@@ -307,11 +308,11 @@ class Moving(nn.Module):
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.filterwarnings("ignore")  # of dynamo and of torch.jit
-def test_a_buffer_beside_compiled_code_that_changes_again_is_refused() -> None:
-    with pipe_of_layers(Moving(), nn.Identity(), chunks=2, checkpoint="always") as pipe:
-        y = pipe(torch.ones(4, 16))
-        with pytest.raises(RecomputationError, match="its buffer '0.calls'"):
-            y.sum().backward()
+def test_a_buffer_beside_compiled_code_is_changed_by_forwards_alone() -> None:
+    layer = Moving()
+    with pipe_of_layers(layer, nn.Identity(), chunks=2, checkpoint="always") as pipe:
+        pipe(torch.ones(4, 16)).sum().backward()
+    assert layer.calls == 2
 
 
 @pytest.mark.slow

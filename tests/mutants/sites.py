@@ -61,6 +61,10 @@ REASONS = {
         "stamp(self._places[-1][1])",
     ): "as that of a layer in observe/recorder.py, which has a mutant",
     (
+        "pipert/layers/effects.py",
+        "call_after_backward(self.check)",
+    ): "reads, and accesses no memory in another order; see the mutants of layers/effects.py",
+    (
         "pipert/check/ways.py",
         "torch.cuda.synchronize(device)",
     ): "before the host's clock is read; only a real GPU would still be busy",

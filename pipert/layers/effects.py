@@ -1,0 +1,204 @@
+"""Checks a recomputation by its effect: it must return what its forward returned.
+
+There is no end of reasons why a layer does something else the second time: its mode, a codebook
+that has moved, random numbers of its own. None of them is looked for. Instead:
+
+1. ``F[i,j]`` keeps a sample of each differentiable output, up to 256 elements of a regular grid.
+   That is one small operation on the device.
+2. ``R[i,j]`` takes the same sample. Another number of outputs, another shape or dtype is refused at
+   once.
+3. All samples of a run are compared together when the step ends, before any gradient arrives; in a
+   call, when the backward ends. Until then nothing waits for a device.
+4. Values may differ by as much as kernels do that are not deterministic (:data:`_TOLERANCES`), and
+   one in 64 by more: an expert that is chosen by rounding is no other codebook.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from pipert._torch import (
+    WithoutDispatch,
+    WithoutFunctions,
+    backward_id,
+    call_after_backward,
+    is_wrapped,
+)
+from pipert._typing import Value
+from pipert.autograd.recompute import REMEDY
+from pipert.batch.tensors import differentiable
+from pipert.errors import RecomputationError
+from pipert.layers.place import Place
+from pipert.schedules.action import RECOMPUTE, Action
+
+__all__: list[str] = []
+
+_SIZE = 256  # the most elements of a sample
+_TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-2}
+"""The largest difference, relative to the element and to the mean of the sample together."""
+_TOLERANCE = 5e-2  # for other dtypes
+
+
+class Sampled(NamedTuple):
+    """What is kept of an output."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    values: Tensor | None
+    """``None`` if there are none to be compared, as in a tensor of another class."""
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+
+
+def sampled(y: Value) -> list[Sampled]:
+    """Sample the differentiable tensors of a task's output."""
+    with WithoutFunctions(), WithoutDispatch():
+        return [Sampled(t.shape, t.dtype, _sample(t)) for t in differentiable(y)[0]]
+
+
+def _sample(tensor: Tensor) -> Tensor | None:
+    if (
+        type(tensor) not in (Tensor, nn.Parameter)
+        or tensor.layout != torch.strided
+        or tensor.is_conj() or tensor.is_neg() or tensor.is_meta
+        or is_wrapped(tensor)
+    ):  # fmt: skip
+        return None
+    sizes, strides, left = list(tensor.shape), list(tensor.stride()), _SIZE
+    for seen, k in enumerate(sorted(range(len(sizes)), key=sizes.__getitem__)):
+        count = min(sizes[k], max(1, int(left ** (1 / (len(sizes) - seen)) + 1e-6)))
+        strides[k] *= sizes[k] // max(1, count)
+        sizes[k] = count
+        left //= max(1, count)
+    return tensor.detach().as_strided(sizes, strides).clone()
+
+
+class Effect:
+    """What a partition, or a ``layer`` in it, returns for micro-batch ``i``.
+
+    A sample is kept at first, in ``F[i,j]``, and what is noted later is compared with it.
+    """
+
+    __slots__ = ("_before", "_effects", "_layer", "i", "place")
+
+    def __init__(self, effects: Effects, place: Place, i: int, layer: str = "") -> None:
+        self._effects = effects
+        self._layer = layer
+        self._before: list[Sampled] | None = None
+        self.place = place
+        self.i = i
+
+    def note(self, y: Value) -> None:
+        """Note what is returned.
+
+        Raises:
+            RecomputationError: it is no longer of the same shapes and dtypes. Other values are
+                refused later.
+        """
+        after, before = sampled(y), self._before
+        if before is None:
+            self._before = after
+            return
+        if [one[:2] for one in before] != [one[:2] for one in after]:
+            raise RecomputationError(
+                f"a recomputation returned ({', '.join(map(str, after))}) and its forward "
+                f"({', '.join(map(str, before))}){REMEDY}"
+            )
+        pairs = zip(before, after, strict=True)
+        self._effects.add(
+            _Pair(self, old.values, new.values)
+            for old, new in pairs
+            if old.values is not None and new.values is not None and old.values.numel()
+        )
+
+    def __str__(self) -> str:
+        where = f", {self._layer}" if self._layer else ""
+        return self.place.describe(Action(RECOMPUTE, self.i, self.place.j), where)
+
+
+class _Pair(NamedTuple):
+    effect: Effect
+    before: Tensor
+    after: Tensor
+
+
+class Effects:
+    """What the recomputations of a run returned, until that is compared. Thread-safe.
+
+    Owned by the run, and in a call by its graph.
+
+    Args:
+        at_end: whether the run calls :meth:`check`. Otherwise the end of each backward does.
+    """
+
+    __slots__ = ("_at_end", "_pairs")
+
+    def __init__(self, at_end: bool) -> None:
+        self._at_end = at_end
+        self._pairs: list[_Pair] = []
+
+    def add(self, pairs: Iterable[_Pair]) -> None:
+        """Add samples of a forward, and those of its recomputation."""
+        self._pairs += pairs
+        if self._at_end:
+            return
+        if backward_id() < 0:  # the caller reads a saved tensor
+            self.check()
+        else:
+            call_after_backward(self.check)
+
+    def check(self) -> None:
+        """Compare all that was noted, and forget it.
+
+        Raises:
+            RecomputationError: a recomputation returned other values than its forward.
+        """
+        pairs, self._pairs = self._pairs, []
+        groups = defaultdict[object, list[_Pair]](list)
+        for pair in pairs:
+            groups[pair.before.device, pair.before.dtype, pair.before.numel()].append(pair)
+        with WithoutFunctions(), WithoutDispatch(), torch.inference_mode():
+            flags = [(group, _differ(group)) for group in groups.values()]  # on all devices
+            found = [
+                pair
+                for group, differ in flags
+                for pair, differs in zip(group, differ.tolist(), strict=True)
+                if differs
+            ]
+        if found:
+            raise RecomputationError(
+                "a recomputation returned other values than its forward, so gradients would be "
+                f"wrong: {min(found, key=_order).effect}{REMEDY}"
+            )
+
+    def __repr__(self) -> str:
+        return f"<Effects of {len(self._pairs)} outputs>"
+
+
+def _order(pair: _Pair) -> tuple[int, int]:
+    return pair.effect.i, pair.effect.place.j
+
+
+def _differ(pairs: Sequence[_Pair]) -> Tensor:
+    """Return for each pair of samples whether they differ; all are of one dtype and size."""
+    tolerance = _TOLERANCES.get(pairs[0].before.dtype.to_real(), _TOLERANCE)
+    before, after = [
+        _as_numbers(torch.stack([sample.reshape(-1) for sample in samples]))
+        for samples in zip(*[pair[1:] for pair in pairs], strict=True)
+    ]
+    size = before.abs().nan_to_num(0.0, 0.0, 0.0)
+    near = (before - after).abs() <= tolerance * (size + size.mean(1, keepdim=True))
+    same = near | (before == after) | (before.isnan() & after.isnan())
+    return (~same).sum(1) * 64 > same.size(1)
+
+
+def _as_numbers(values: Tensor) -> Tensor:
+    if values.is_complex():
+        values = torch.view_as_real(values).flatten(1)
+    return values if values.dtype == torch.float64 else values.float()
