@@ -21,8 +21,7 @@ from pipert.autograd.leaves import is_cast_of_leaf
 from pipert.batch.tensors import differentiable
 from pipert.observe.backward import makers, watch_nodes
 from pipert.observe.notifier import Notifier
-from pipert.observe.recorder import Recorder, Span
-from pipert.observe.stamp import Stamp, stamp
+from pipert.observe.recorder import Recorder, Span, Stamp, stamp
 from pipert.schedules.action import FORWARD, Action
 from pipert.stage.stage import Stage
 

@@ -30,8 +30,7 @@ from pipert._torch import backward_id, sequence_nr
 from pipert.autograd.leaves import is_cast_of_leaf
 from pipert.observe.event import BACKWARD
 from pipert.observe.ranges import mark
-from pipert.observe.recorder import Recorder, Span
-from pipert.observe.stamp import Stamp, stamp
+from pipert.observe.recorder import Recorder, Span, Stamp, stamp
 from pipert.schedules.action import Action
 
 __all__: list[str] = []

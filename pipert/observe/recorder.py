@@ -6,22 +6,74 @@ recorder references neither the run nor the pipe, since the backward uses it, to
 
 Workers, threads of autograd and callers note spans at the same time: each list is only ever
 appended to, which is atomic.
+
+On CPU a task is over when its function returns, and a moment is a ``perf_counter`` value. On CUDA
+the task has only been queued by then. There a moment is an event in the stream, which the device
+dates when it reaches it: the run is never synchronised. The two clocks are compared once, when a
+recording begins.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
+from time import perf_counter
 
 import torch
 
 from pipert.observe.event import Event
-from pipert.observe.stamp import Origin, Stamp, stamp
 
 __all__: list[str] = []
+
+Stamp = float | torch.cuda.Event
+
+
+def stamp(device: torch.device, stream: torch.cuda.Stream | None = None) -> Stamp:
+    """Return the present moment on ``device``, in ``stream``, by default the current one."""
+    if device.type != "cuda":
+        return perf_counter()
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record(stream or torch.cuda.current_stream(device))
+    return event
+
+
+class Origin:
+    """The beginning of a recording, by the clocks of the process and of each of the ``devices``.
+
+    Waits until CUDA devices are idle, so that their clocks can be related to the process's.
+    """
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self._began = perf_counter()
+        self._events: dict[torch.device, tuple[torch.cuda.Event, float]] = {}
+        for device in set(devices):
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+                before = perf_counter()
+                event = stamp(device)
+                assert isinstance(event, torch.cuda.Event)
+                event.synchronize()
+                now = (before + perf_counter()) / 2  # the event was in between
+                self._events[device] = event, now - self._began
+
+    def knows(self, device: torch.device) -> bool:
+        """Return whether stamps of ``device`` can be dated."""
+        return device.type != "cuda" or device in self._events
+
+    def date(self, moment: Stamp, device: torch.device) -> float:
+        """Return the seconds since the beginning. Waits for a CUDA device to reach ``moment``."""
+        if isinstance(moment, float):
+            return moment - self._began
+        event, offset = self._events[device]
+        moment.synchronize()
+        milliseconds: float = event.elapsed_time(moment)
+        return offset + milliseconds / 1e3
+
+    def __repr__(self) -> str:
+        return f"<Origin of {len(self._events)} CUDA devices>"
 
 
 @dataclass(slots=True)

@@ -9,40 +9,40 @@ from tests.mutants.mutant import Mutant
 
 __all__ = ["MUTANTS"]
 
-STAMP, RECORDER = "pipert/observe/stamp.py", "pipert/observe/recorder.py"
+RECORDER = "pipert/observe/recorder.py"
 BACKWARD, TOLD = "pipert/observe/backward.py", "pipert/observe/notifier.py"
 STAGE, STEP = "pipert/stage/recorded.py", "pipert/stage/backward.py"
 
 _RECORD = "event.record(stream or torch.cuda.current_stream(device))"
 
 MUTANTS = [
-    Mutant("not-stamped", STAMP, "the event's place in a stream", _RECORD, "pass"),
+    Mutant("not-stamped", RECORDER, "the event's place in a stream", _RECORD, "pass"),
     Mutant(
-        "stamped-on-current", STAMP, "the stream of a moment",
+        "stamped-on-current", RECORDER, "the stream of a moment",
         _RECORD, "event.record(torch.cuda.current_stream(device))",
     ),
     Mutant(
-        "stamped-on-current-device", STAMP, "the device of a moment",
+        "stamped-on-current-device", RECORDER, "the device of a moment",
         _RECORD, "event.record(stream or torch.cuda.current_stream())",
     ),
     Mutant(
-        "event-without-time", STAMP, "the time in an event",
+        "event-without-time", RECORDER, "the time in an event",
         "torch.cuda.Event(enable_timing=True)", "torch.cuda.Event()",
     ),
     Mutant(
-        "origin-by-its-own-clock", STAMP, "the device's time in a date: the process's instead",
+        "origin-by-its-own-clock", RECORDER, "the device's time in a date: the process's instead",
         "milliseconds: float = event.elapsed_time(moment)", "milliseconds = 0.0",
     ),
     Mutant(
-        "origin-while-busy", STAMP, "the beginning's wait until devices are idle",
+        "origin-while-busy", RECORDER, "the beginning's wait until devices are idle",
         "torch.cuda.synchronize(device)", "pass",
     ),
     Mutant(
-        "origin-not-awaited", STAMP, "the beginning's wait for its event",
+        "origin-not-awaited", RECORDER, "the beginning's wait for its event",
         "event.synchronize()", "pass",
     ),
     Mutant(
-        "moment-not-awaited", STAMP, "the wait for an event before it is dated",
+        "moment-not-awaited", RECORDER, "the wait for an event before it is dated",
         "moment.synchronize()", "pass",
     ),
     Mutant(
@@ -151,7 +151,7 @@ MUTANTS = [
         "            self._span.start",
     ),
     Mutant(
-        "origin-of-another-device", STAMP, "the device whose beginning is stamped",
+        "origin-of-another-device", RECORDER, "the device whose beginning is stamped",
         "event = stamp(device)", 'event = stamp(torch.device("cuda", 0))',
     ),
     Mutant(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pipert import Event
-from pipert.observe import backward, recorder, stamp
+from pipert.observe import backward, recorder
 from pipert.observe.event import COPY, WAIT
 from pipert.observe.recorder import Recording
 from tests.stages import CPU, META, FakeStream, FakeStreams, run_between_devices
@@ -107,10 +107,10 @@ def test_cuda_moments_have_the_devices_times(monkeypatch: pytest.MonkeyPatch) ->
         order.append("stamp")
         return first
 
-    monkeypatch.setattr(stamp, "stamp", note)
+    monkeypatch.setattr(recorder, "stamp", note)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: order.append("synchronize"))
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
-    origin = stamp.Origin([CPU, cuda])
+    origin = recorder.Origin([CPU, cuda])
     assert order == ["synchronize", "stamp"] and first.waited
     late: list[Any] = [FakeEvent(15.0), FakeEvent(35.0)]
     ten, thirty = (origin.date(event, cuda) for event in late)
