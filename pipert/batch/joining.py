@@ -47,15 +47,7 @@ def _join(column: list[Any], outputs: list[Value], k: int, sizes: Sequence[int])
     if len(column) == 1 and not isinstance(first, Tensor):
         return first
     if all([isinstance(leaf, Tensor) for leaf in column]):
-        kinds = {(leaf.dim() > 0, leaf.shape[1:], leaf.dtype, leaf.device) for leaf in column}
-        if len(kinds) > 1:
-            raise ValueError(
-                f"{_path(outputs[0], k)} must have one shape beyond its rows, one dtype and one "
-                "device in all micro-batches, got "
-                + ", ".join(sorted({f"{describe(leaf)} on {leaf.device}" for leaf in column}))
-                + "; return rows of equal shape, or a 0-dimensional tensor"
-            )
-        if sizes and len(column) > 1 and first.dim() > 0:
+        if sizes and len(column) > 1 and all([leaf.dim() > 0 for leaf in column]):
             rows = list(map(len, column))
             each, rest = divmod(rows[0], sizes[0])
             if rest or rows != [each * size for size in sizes]:
@@ -65,6 +57,14 @@ def _join(column: list[Any], outputs: list[Value], k: int, sizes: Sequence[int])
                     f"{list(sizes)} rows; return a 0-dimensional tensor to have one value for each "
                     "micro-batch"
                 )
+        kinds = {(leaf.dim() > 0, leaf.shape[1:], leaf.dtype, leaf.device) for leaf in column}
+        if len(kinds) > 1:
+            raise ValueError(
+                f"{_path(outputs[0], k)} must have one shape beyond its rows, one dtype and one "
+                "device in all micro-batches, got "
+                + ", ".join(sorted({f"{describe(leaf)} on {leaf.device}" for leaf in column}))
+                + "; return rows of equal shape, or a 0-dimensional tensor"
+            )
         if len(column) == 1 and first.dim() > 0:
             return first
         # The last layer may have enabled gradients itself.

@@ -124,12 +124,11 @@ def test_a_target_with_other_rows_than_the_input_is_named(target: Any, name: str
 
 
 @pytest.mark.layered
-def test_a_target_given_by_position_is_named_as_what_the_first_layer_does_not_take() -> None:
+def test_arguments_that_the_first_layer_does_not_take_are_refused_by_python() -> None:
     with Pipe(nn.Sequential(nn.Linear(3, 3)), [1], devices=["cpu"], chunks=2) as pipe:
         for args, kwargs in (([rows(4)], {}), ([], {"targets": rows(4)}), ([], {"chunks": 2})):
-            with pytest.raises(TypeError, match="Linear.forward()") as caught:
+            with pytest.raises(TypeError, match="Linear.forward()"):
                 pipe.forward_backward(rows(4), *args, loss_fn=functional.mse_loss, **kwargs)
-            assert "Give the target by keyword" in caught.value.__notes__[-1]
         with pytest.raises(TypeError) as caught:
             pipe.forward_backward(rows(4), loss_fn=functional.cross_entropy)
         (note,) = caught.value.__notes__
