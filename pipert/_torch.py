@@ -156,9 +156,7 @@ for _name in (
 ):  # fmt: skip
     _needed(_name, nn.Identity())
 
-_needed("_check_input_dim", nn.BatchNorm1d)
-for _name in ("_local_scalar_dense", "_make_dual"):
-    _needed(_name, torch.ops.aten)
+_needed("_make_dual", torch.ops.aten)
 
 _use_count: Any = _or(None, "_use_count", Tensor)
 _storage_use_count: Any = _or(None, "torch._C:_storage_Use_Count")

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -63,20 +64,23 @@ def sampled(y: Value) -> list[Sampled]:
 
 
 def _sample(tensor: Tensor) -> Tensor | None:
-    if (
-        type(tensor) not in (Tensor, nn.Parameter)
-        or tensor.layout != torch.strided
-        or tensor.is_conj() or tensor.is_neg() or tensor.is_meta
-        or is_wrapped(tensor)
-    ):  # fmt: skip
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided:
         return None
-    sizes, strides, left = list(tensor.shape), list(tensor.stride()), _SIZE
+    if tensor.is_conj() or tensor.is_neg() or tensor.is_meta or is_wrapped(tensor):
+        return None
+    return tensor.detach().as_strided(*_grid(tensor.shape, tensor.stride())).clone()
+
+
+@lru_cache(1024)
+def _grid(shape: torch.Size, strides: tuple[int, ...]) -> tuple[list[int], list[int]]:
+    """Return the shape and the strides of a sample of a tensor with these."""
+    sizes, steps, left = list(shape), list(strides), _SIZE
     for seen, k in enumerate(sorted(range(len(sizes)), key=sizes.__getitem__)):
         count = min(sizes[k], max(1, int(left ** (1 / (len(sizes) - seen)) + 1e-6)))
-        strides[k] *= sizes[k] // max(1, count)
+        steps[k] *= sizes[k] // max(1, count)
         sizes[k] = count
         left //= max(1, count)
-    return tensor.detach().as_strided(sizes, strides).clone()
+    return sizes, steps
 
 
 class Effect:
@@ -160,6 +164,8 @@ class Effects:
             RecomputationError: a recomputation returned other values than its forward.
         """
         pairs, self._pairs = self._pairs, []
+        if not pairs:
+            return  # another recomputation of this backward has come first
         groups = defaultdict[object, list[_Pair]](list)
         for pair in pairs:
             groups[pair.before.device, pair.before.dtype, pair.before.numel()].append(pair)
