@@ -250,16 +250,17 @@ is_caching_parametrizations: Flag = partial(getattr, parametrize, "_cache_enable
 
 # Dispatch keys and thread-local objects -----------------------------------------------------------
 
-parse_key: Callable[[str], Any] = _needed("torch._C:_parse_dispatch_key")
-DispatchKeySet: Any = _needed("torch._C:DispatchKeySet")
-Including: Any = _needed("torch._C:_IncludeDispatchKeyGuard")
-Excluding: Any = _needed("torch._C:_ExcludeDispatchKeyGuard")
-is_included: Callable[[Any], bool] = _needed("torch._C:_dispatch_tls_is_dispatch_key_included")
-schemas: Get = _needed("torch._C:_jit_get_all_schemas")
-higher_order_keys: Any = _needed("torch._ops:_HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS")
-higher_order: Any = _needed("torch._ops:_higher_order_ops")
+# Without one of these, tasks that might draw random numbers on the CPU take turns.
+parse_key: Callable[[str], Any] = _or(None, "torch._C:_parse_dispatch_key")
+DispatchKeySet: Any = _or(None, "torch._C:DispatchKeySet")
+Including: Any = _or(None, "torch._C:_IncludeDispatchKeyGuard")
+Excluding: Any = _or(None, "torch._C:_ExcludeDispatchKeyGuard")
+is_included: Callable[[Any], bool] = _or(None, "torch._C:_dispatch_tls_is_dispatch_key_included")
+schemas: Get = _or(None, "torch._C:_jit_get_all_schemas")
+higher_order_keys: Any = _or(None, "torch._ops:_HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS")
+higher_order: Any = _or(None, "torch._ops:_higher_order_ops")
 overload_of: Callable[[Any], str] = operator.attrgetter("_overloadname")
-_needed("_overloadname", torch.ops.aten.add.Tensor)
+_or("", "_overloadname", torch.ops.aten.add.Tensor)
 WithoutFunctions: Any = _needed("torch._C:DisableTorchFunction")
 WithoutDispatch: Any = _needed("torch._C:_DisableTorchDispatch")
 

@@ -11,7 +11,7 @@ from pipert import _torch
 from tests import scripts
 
 SCRIPT = '''
-import builtins, json, os, sys
+import builtins, json, os, sys, warnings
 import torch
 from torch import nn
 
@@ -63,6 +63,7 @@ def run():
                    torch.arange(8).view(4, 2)),
     ]
 
+warnings.filterwarnings("ignore", message="the dispatch key .* wait for each other")
 torch.set_num_threads(1)
 run_of = {}
 for path in NAMES:

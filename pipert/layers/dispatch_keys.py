@@ -79,6 +79,8 @@ class Key:
         probe.define(f"{self._name}() -> ()")
         probe.impl(self._name, lambda: seen.append(True), self._name)
         with _torch.Including(key):
+            with self.excluded():
+                assert _torch.is_included(key)
             getattr(torch.ops.pipert, self._name)()
         assert seen, "its kernels are not called"
         self._libraries.append(probe)
