@@ -7,8 +7,8 @@ Any release of torch may drop such a name. So each is looked up here, once, at i
    (:func:`refuse_unsupported`).
 2. Any other name has a *fallback*: a public way that is slower, or one feature less.
 
-``tests/test_private_names.py`` takes each of them away. Attributes of tensors, modules, nodes and
-storages are read where they are used; here is only noted that they are needed.
+``tests/test_private_names.py`` takes each of them away. No other file of the package reads private
+names of torch, but for ``_modules``, ``_parameters``, ``_buffers``, ``_version`` and ``_pytree``.
 """
 
 from __future__ import annotations
@@ -98,11 +98,6 @@ with torch.inference_mode(False), torch.enable_grad():  # wherever pipert is imp
     _node: Any = _leaf.view_as(_leaf).grad_fn
 
 
-def _make_node() -> object:
-    with torch.inference_mode(False), torch.enable_grad():
-        return _leaf.view_as(_leaf)
-
-
 # Graphs -------------------------------------------------------------------------------------------
 
 AccumulateGrad: Any = type(_node.next_functions[0][0])
@@ -118,10 +113,12 @@ sequence_nr: Callable[[Any], int] = operator.methodcaller("_sequence_nr")
 set_sequence_nr: Callable[[Any, int], None] = _needed("torch._C:_FunctionBase._set_sequence_nr")
 """Sets the number of the node of a ``Function``, given its context."""
 
-make_node: Callable[[], object] = _or(_make_node, "torch._C:_functions.UndefinedGrad")
-"""Creates a node of no use, in 0.1 us; the fallback takes ten times as long."""
 
-_needed("_register_hook_dict", _node)
+def make_node() -> object:
+    """Create a node of no use."""
+    with torch.inference_mode(False), torch.enable_grad():
+        return _leaf.view_as(_leaf)
+
 
 run_backward: Callable[..., Any] = _needed("torch.autograd.graph:_engine_run_backward")
 """Runs the engine, without ``torch.autograd.grad``'s checks of its arguments."""
@@ -147,16 +144,55 @@ push_hooks: Callable[..., None] = _needed("torch._C:_autograd._push_saved_tensor
 
 # Tensors, storages and modules --------------------------------------------------------------------
 
-for _name in ("_backward_hooks", "_base", "_is_view", "_version"):
-    _needed(_name, Tensor)
-_needed("_cdata", _leaf.untyped_storage())
-for _name in (
-    "_backward_hooks", "_backward_pre_hooks", "_call_impl", "_compiled_call_impl",
-    "_forward_hooks", "_forward_pre_hooks",
-):  # fmt: skip
-    _needed(_name, nn.Identity())
+_needed("_backward_hooks", Tensor)
+tensor_hooks: Callable[[Tensor], Any] = operator.attrgetter("_backward_hooks")
+"""The hooks of a tensor, by the numbers of their handles, or ``None``."""
 
-_needed("_make_dual", torch.ops.aten)
+_needed("_post_accumulate_grad_hooks", Tensor)
+hooks_on_grad: Callable[[Tensor], Any] = operator.attrgetter("_post_accumulate_grad_hooks")
+"""The hooks called once a leaf's ``.grad`` has been added to, or ``None``."""
+
+_needed("_base", Tensor)
+base_of: Callable[[Tensor], Tensor | None] = operator.attrgetter("_base")
+"""The tensor that a tensor is a view of, or ``None``."""
+
+_needed("_cdata", _leaf.untyped_storage())
+identity: Callable[[Any], int] = operator.attrgetter("_cdata")
+"""What two Python objects for one storage, or for one generator, have in common."""
+
+dual_of: Any = _needed("_make_dual", torch.ops.aten)
+"""The operation that gives a tensor its tangent in forward-mode differentiation."""
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Return a number that tensors with the same storage have in common."""
+    return identity(tensor.untyped_storage())
+
+
+COMPILED_CALL = "_compiled_call_impl"
+"""The slot in which ``nn.Module.__call__`` looks for the compiled call of a module."""
+_needed(COMPILED_CALL, nn.Identity())
+_needed("_call_impl", nn.Identity())
+plain_call: Callable[[nn.Module], Callable[..., Any]] = operator.attrgetter("_call_impl")
+"""The call of a module, hooks included, that is not compiled."""
+
+HOOK_TABLES = tuple([name for name in vars(nn.Identity()) if "_hooks" in name])
+"""The attributes of a module that hold hooks of any kind."""
+_needed("_forward_pre_hooks", nn.Identity())
+forward_pre_hooks: Callable[[nn.Module], Any] = operator.attrgetter("_forward_pre_hooks")
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a module has hooks of any kind."""
+    return any(map(vars(module).get, HOOK_TABLES))
+
+
+have_modules_hooks: Flag = _or(lambda: True, "torch.nn.modules.module:_has_any_global_hook")
+"""Whether there are hooks of all modules. With the fallback, any layer counts as one that draws."""
+
+NOT_PERSISTENT = "_non_persistent_buffers_set"
+"""The attribute of a module with the names of the buffers that are in no ``state_dict``."""
+_needed(NOT_PERSISTENT, nn.Identity())
 
 _use_count: Any = _or(None, "_use_count", Tensor)
 _storage_use_count: Any = _or(None, "torch._C:_storage_Use_Count")
@@ -169,7 +205,7 @@ def is_shared(gradient: Tensor) -> bool:
     """
     if _use_count is None or _storage_use_count is None:
         return True
-    users = _storage_use_count(gradient.untyped_storage()._cdata)  # this counts as one
+    users = _storage_use_count(storage_of(gradient))  # this counts as one
     return bool(users > 2 or _use_count(gradient) > 1)
 
 
@@ -180,13 +216,6 @@ if TYPE_CHECKING:
     NormBase: TypeAlias = _NormBase
 else:
     BatchNorm, NormBase = nn.BatchNorm1d.__mro__[1:3]
-
-_UNKNOWN = {"unknown": True}
-HOOKS_OF_ALL: tuple[Any, ...] = tuple(
-    _or(_UNKNOWN, f"torch.nn.modules.module:_global_{kind}_hooks")
-    for kind in ("forward", "forward_pre", "backward", "backward_pre")
-)
-"""The hooks of all modules. With the fallback, any layer is taken for one that might draw."""
 
 add_in_place: Callable[..., object] = _or(
     lambda xs, ys: [x.add_(y) for x, y in zip(xs, ys, strict=True)], "torch:_foreach_add_"
@@ -200,41 +229,22 @@ AUTOCAST_TYPES = tuple(
     for kind in ("cpu", "cuda", "xpu", "mps", "hpu", "xla", "mtia", "ipu", "maia", "privateuseone")
     if torch.amp.is_autocast_available(kind)
 )
-is_autocast_on: Flag = _or(
-    lambda: any(map(torch.is_autocast_enabled, AUTOCAST_TYPES)), "torch._C:_is_any_autocast_enabled"
-)
-
-set_grad: Callable[[bool], object] = _or(torch.set_grad_enabled, "torch._C:_set_grad_enabled")
-
-function_mode_count: Callable[[], int] = _needed("torch._C:_len_torch_function_stack")
-function_mode_at: Callable[[int], Any] = _needed("torch._C:_get_function_stack_at")
 function_modes: Get = _needed("torch.overrides:_get_current_function_mode_stack")
-push_function_mode: Callable[[Any], None] = _needed("torch._C:_push_on_torch_function_stack")
-pop_function_mode: Get = _needed("torch._C:_pop_torch_function_stack")
 
-dispatch_mode_count: Callable[[], int] = _needed("torch._C:_len_torch_dispatch_stack")
 dispatch_modes: Get = _needed("torch.utils._python_dispatch:_get_current_dispatch_mode_stack")
 push_dispatch_mode: Callable[[Any], None] = _needed("torch.utils._python_dispatch:_push_mode")
 pop_dispatch_mode: Get = _needed("torch.utils._python_dispatch:_pop_mode")
-dispatch_mode: Callable[[Any], Any] = _needed("torch._C:_get_dispatch_mode")
-"""The dispatch mode of a kind, or ``None``."""
-mode_kinds: Any = _needed("torch._C:_TorchDispatchModeKey")
 
 # torch.func and tools that make graphs ------------------------------------------------------------
 
-transform: Get = _needed("torch._C:_functorch.peek_interpreter_stack")
-"""The innermost ``torch.func`` transform of this thread, or ``None``."""
 transforms: Get = _needed("torch._C:_functorch.get_interpreter_stack")
-kinds_of_transforms: Any = _needed("torch._C:_functorch.TransformType")
+"""The ``torch.func`` transforms of this thread, or ``None``."""
 is_wrapped: Callable[[Tensor], bool] = _needed("torch._C:_functorch.is_functorch_wrapped_tensor")
 """Whether a transform tracks a tensor."""
 
 _needed("_current_level", forward_ad)
-
-
 forward_level: Callable[[], int] = partial(getattr, forward_ad, "_current_level", -1)
 """The level of forward-mode differentiation of the process; -1 if there is none."""
-
 
 is_traced_by_jit: Flag = vars(torch.jit)["is_tracing"]  # public, but untyped
 is_traced_by_fx: Flag = _or(lambda: False, "torch.fx._symbolic_trace:is_fx_symbolic_tracing")
@@ -242,8 +252,6 @@ is_traced_by_fx: Flag = _or(lambda: False, "torch.fx._symbolic_trace:is_fx_symbo
 watcher: Get = _or(lambda: None, "torch._C:_dynamo.eval_frame.get_eval_frame_callback")
 """What torch.compile watches this thread with. The fallback lets it watch a pipe."""
 _or(True, "_cache_enabled", parametrize)
-
-
 is_caching_parametrizations: Flag = partial(getattr, parametrize, "_cache_enabled", True)
 """Whether ``torch.nn.utils.parametrize.cached`` may be on."""
 
@@ -259,8 +267,6 @@ is_included: Callable[[Any], bool] = _or(None, "torch._C:_dispatch_tls_is_dispat
 schemas: Get = _or(None, "torch._C:_jit_get_all_schemas")
 higher_order_keys: Any = _or(None, "torch._ops:_HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS")
 higher_order: Any = _or(None, "torch._ops:_higher_order_ops")
-overload_of: Callable[[Any], str] = operator.attrgetter("_overloadname")
-_or("", "_overloadname", torch.ops.aten.add.Tensor)
 WithoutFunctions: Any = _needed("torch._C:DisableTorchFunction")
 WithoutDispatch: Any = _needed("torch._C:_DisableTorchDispatch")
 
@@ -272,15 +278,8 @@ unstash: Callable[[str], None] = _needed("torch._C:_remove_obj_from_tls")
 # Profilers and names ------------------------------------------------------------------------------
 
 _or(False, "_is_profiler_enabled", profiler)
-
-
 profiler_is_on: Flag = partial(getattr, profiler, "_is_profiler_enabled", False)
 """Whether ``torch.profiler`` is on in the process; if torch differs, it is not."""
-
-
-profiles_this_thread: Flag = _or(lambda: False, "torch._C:_autograd._profiler_enabled")
-Range: Any = _or(profiler.record_function, "torch._C:_profiler._RecordFunctionFast")
-"""A range in profiles; the fallback is public, and slower."""
 set_thread_name: Callable[[str], None] = _or(
     lambda _: None, "torch.multiprocessing:_set_thread_name"
 )

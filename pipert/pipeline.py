@@ -8,6 +8,7 @@ from typing import Any, Self
 
 from torch import nn
 
+from pipert._torch import NOT_PERSISTENT
 from pipert._typing import Device
 from pipert.any_model.model import AnyModel
 from pipert.balance.by_calls import choose_cuts
@@ -161,7 +162,7 @@ class ModulePipe(Pipelined):
         return "\n".join([*lines, f"  cuts={self.cuts}"])
 
 
-_SHARED_WITH_MODULE = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
+_SHARED_WITH_MODULE = ("_modules", "_parameters", "_buffers", NOT_PERSISTENT)
 
 
 def pipeline(

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pipert
+from pipert import _torch
 
 ROOT = Path(pipert.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
@@ -144,6 +145,51 @@ def test_queues_do_not_reach_torch() -> None:
             reached.add(name)
             left += graph.get(name, ())
     assert not [name for name in reached if name.split(".")[0] == "torch"]
+
+
+PRIVATE_BUT_STABLE = {"_modules", "_parameters", "_buffers", "_version", "_pytree"}
+OF_OTHERS = {
+    "_hf_hook",  # of accelerate
+    "_loss_shifts_labels", "_prepare_inputs",  # of transformers.Trainer, for its subclasses
+    "_replace",  # of named tuples: public
+}
+
+
+def private_names(tree: ast.Module) -> set[str]:
+    """The private attributes and modules that a file reads."""
+    read = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            read |= {*(node.module or "").split("."), *(alias.name for alias in node.names)}
+        elif isinstance(node, ast.Import):
+            read |= {part for alias in node.names for part in alias.name.split(".")}
+    return {name for name in read if name.startswith("_") and not name.startswith("__")}
+
+
+def defined_names(tree: ast.Module) -> set[str]:
+    """The names that a file gives to functions, classes, variables and attributes of its own."""
+    found = set[str]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            found.add(node.attr)
+    return found
+
+
+def test_private_names_of_others_stand_in_one_file() -> None:
+    trees = {file: ast.parse(file.read_text()) for file in FILES if file.name != "_torch.py"}
+    ours = set[str]().union(*map(defined_names, trees.values())) | {"_torch", "_typing"}
+    allowed = ours | PRIVATE_BUT_STABLE | OF_OTHERS
+    found = {relative(file): sorted(private_names(tree) - allowed) for file, tree in trees.items()}
+    assert not {file: names for file, names in found.items() if names}
+    assert not {"_base", "_cdata", "_backward_hooks", "_forward_pre_hooks"} & ours
+
+
+def test_there_are_at_most_fifty_private_names() -> None:
+    assert len({*_torch.NEEDED, *_torch.OTHERS}) <= 50
 
 
 def test_no_module_is_named_like_one_of_the_standard_library() -> None:

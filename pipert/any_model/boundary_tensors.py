@@ -23,7 +23,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pipert._torch import sequence_nr
+from pipert._torch import base_of, sequence_nr, storage_of, tensor_hooks
 from pipert.batch.tensors import describe, version
 from pipert.stage.shared_memory import overlap
 
@@ -107,7 +107,7 @@ class BoundaryTensors:
         The view was made in an earlier partition, and autograd has since rebuilt its graph, because
         its memory was changed (rule 3).
         """
-        base = view._base
+        base = base_of(view)
         node = None if base is None else base.grad_fn
         if node is not None and sequence_nr(node) in earlier:
             raise _another_name()
@@ -119,7 +119,7 @@ class BoundaryTensors:
         for key, one in self._current.items():
             is_tracked = one.tensor.grad_fn is not one.first_node
             if one.tensor.requires_grad and not is_tracked:
-                if one.tensor._backward_hooks or one.tensor.retains_grad:
+                if tensor_hooks(one.tensor) or one.tensor.retains_grad:
                     raise RuntimeError(_HOOKED)
             if one.has_changed():
                 self._changes[_memory(one.original)] = start
@@ -146,8 +146,7 @@ class BoundaryTensors:
 def _memory(tensor: Tensor) -> int:
     if tensor.layout != torch.strided:
         return id(tensor)
-    place: int = tensor.untyped_storage()._cdata
-    return place
+    return storage_of(tensor)
 
 
 def _another_name() -> RuntimeError:

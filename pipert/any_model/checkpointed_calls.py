@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
+from pipert._torch import tensor_hooks
 from pipert._typing import Tensors, Value
 from pipert.any_model.argument_objects import objects_in, refuse_changes
 from pipert.any_model.map_tensors import in_same_object
@@ -285,7 +286,7 @@ class CheckpointedCall(Recomputation):
 
 
 def _hooks_of(tensor: Tensor) -> int:
-    return len(tensor._backward_hooks or ()) + tensor.retains_grad if tensor.requires_grad else 0
+    return len(tensor_hooks(tensor) or ()) + tensor.retains_grad if tensor.requires_grad else 0
 
 
 def _arguments(value: Value) -> tuple[Any, dict[str, Any]]:

@@ -21,10 +21,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from pipert._torch import (
-    function_mode_at,
-    function_mode_count,
-    pop_function_mode,
-    push_function_mode,
+    base_of,
+    function_modes,
     sequence_nr,
 )
 from pipert._typing import Value
@@ -103,7 +101,7 @@ class Intercept(TorchFunctionMode):
         if graph is not None and (node := tensor.grad_fn) is not None:
             number = sequence_nr(node)
             is_earlier = number in graph.earlier  # else this partition made it, or the caller
-            if number >= graph.current.first and tensor._is_view():
+            if number >= graph.current.first and base_of(tensor) is not None:
                 self.boundary.refuse_old_base(tensor, graph.earlier)
         is_elsewhere = self._copies is not None and self._copies.is_elsewhere(tensor)
         if not (is_earlier or is_elsewhere):
@@ -168,16 +166,16 @@ class Paused:
         self._mode = mode
 
     def __enter__(self) -> None:
-        depth = function_mode_count()
-        self._was_on_top = depth > 0 and function_mode_at(depth - 1) is self._mode
+        modes = function_modes()
+        self._was_on_top = bool(modes) and modes[-1] is self._mode
         if self._was_on_top:
-            pop_function_mode()
+            self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         else:
             self._was_on, self._mode.is_on = self._mode.is_on, False
 
     def __exit__(self, *_: object) -> None:
         if self._was_on_top:
-            push_function_mode(self._mode)
+            self._mode.__enter__()  # type: ignore[no-untyped-call]
         else:
             self._mode.is_on = self._was_on
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from pipert._torch import tensor_hooks
 from pipert.batch.tensors import version
 from pipert.layers.compiling import is_compiled
 from pipert.layers.modules import modules_of
@@ -36,7 +37,7 @@ class ParameterCopies:
         self._copies: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._substitutes: dict[tuple[Any, ...], Substitute | None] = {}
         own = (weight for part in modules_of(module) for weight in part._parameters.values())
-        hooked = is_step and any(weight is not None and weight._backward_hooks for weight in own)
+        hooked = is_step and any(weight is not None and tensor_hooks(weight) for weight in own)
         self.is_needed = moves or hooked
         """Whether any parameter may need a copy, as far as the caller can tell."""
         weights = module.parameters() if self.is_needed else ()
@@ -45,7 +46,7 @@ class ParameterCopies:
     def _is_replaced(self, stage: Stage, weight: Tensor) -> bool:
         """Return whether a parameter has a copy in the partition of ``stage``."""
         return weight.device != stage.place.device or (
-            self._is_step and bool(weight._backward_hooks)
+            self._is_step and bool(tensor_hooks(weight))
         )
 
     def copy_of(self, stage: Stage, i: int, weight: nn.Parameter) -> Tensor:

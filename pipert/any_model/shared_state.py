@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pipert._torch import forward_pre_hooks
 from pipert.errors import SharedStateWarning
 from pipert.layers.modules import modules_of
 from pipert.layers.place import Place
@@ -197,7 +198,7 @@ def _is_made_for_use(module: nn.Module, name: str) -> bool:
 
     The hooks of torch's weight norm and pruning do so. They hold the attribute's name.
     """
-    hooks = list(module._forward_pre_hooks.values())
+    hooks = list(forward_pre_hooks(module).values())
     names = [getattr(hook, key, None) for hook in hooks for key in ("name", "_tensor_name")]
     return any(type(found) is str and found == name for found in names)
 

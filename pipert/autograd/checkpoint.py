@@ -39,7 +39,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from pipert._torch import is_autocast_on, keeps_graph, will_execute
+from pipert._torch import AUTOCAST_TYPES, keeps_graph, tensor_hooks, will_execute
 from pipert._typing import Tensors, Value
 from pipert.autograd.engine import differentiate
 from pipert.autograd.function import applied
@@ -131,8 +131,8 @@ class Checkpoint:
             self.recompute()
         graph, self._graph = self._graph, None
         for leaf in leaves:
-            if leaf._backward_hooks:  # registered since the forward
-                _hide_partial_gradients(leaf._backward_hooks)
+            if hooks := tensor_hooks(leaf):  # registered since the forward
+                _hide_partial_gradients(hooks)
         gate, create_graph = Gate(), torch.is_grad_enabled()
         if create_graph:
             connect = partial(connect_inputs, gate, self._xs)
@@ -178,7 +178,9 @@ class Checkpoint:
 
 
 def _shares_casts() -> bool:
-    return is_autocast_on() and torch.is_autocast_cache_enabled()
+    return torch.is_autocast_cache_enabled() and any(
+        map(torch.is_autocast_enabled, AUTOCAST_TYPES)
+    )
 
 
 class _Checkpoint(torch.autograd.Function):

@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
-from pipert._torch import AccumulateGrad, sequence_nr
+from pipert._torch import AccumulateGrad, sequence_nr, tensor_hooks
 
 __all__: list[str] = []
 
@@ -145,7 +145,7 @@ def origins(ys: Iterable[Tensor], begins: Iterable[Node], made: range) -> list[T
     for node in accumulators:
         leaf = node.variable
         leaves[id(leaf)] = leaf
-    if any(leaf._backward_hooks for leaf in leaves.values()):
+    if any(map(tensor_hooks, leaves.values())):
         return None
     return [leaf for leaf in leaves.values() if leaf.requires_grad]
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from pipert._torch import identity
 from pipert._typing import Device, Value
 from pipert.balance.blocks import minimise_longest_block
 from pipert.balance.by_cost import check_partitions
@@ -191,7 +192,7 @@ def _measure(probe: Probe) -> tuple[_Measured, Carried]:
 def _storages(value: Value) -> dict[int, int]:
     """Returns the bytes of each storage behind the tensors of ``value``."""
     storages = [tensor.untyped_storage() for tensor in tensors_of(value)[0]]
-    return {storage._cdata: storage.nbytes() for storage in storages}
+    return {identity(storage): storage.nbytes() for storage in storages}
 
 
 def _bytes(value: Value) -> int:

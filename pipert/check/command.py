@@ -6,6 +6,7 @@ import argparse
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -40,7 +41,7 @@ ON_GPUS = Effort(dtypes=(torch.float64, torch.float32), repeats=6, width=4096, r
 ON_CPU = replace(ON_GPUS, width=256, rows=256)  # what keeps a GPU busy would take a CPU minutes
 
 
-def add_parser(tools: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(tools: Any) -> None:
     """Add ``check`` to the tools of ``python -m pipert``."""
     parser = tools.add_parser(
         "check",

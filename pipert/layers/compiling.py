@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from pipert._torch import dispatch_mode, is_traced_by_fx, is_traced_by_jit, mode_kinds, watcher
+from pipert._torch import dispatch_modes, is_traced_by_fx, is_traced_by_jit, watcher
 from pipert.errors import TransformError
 from pipert.layers.intercepted import compiled_call
 from pipert.layers.modules import modules_of
@@ -36,7 +36,8 @@ def refuse_compilation() -> None:
         raise not_traced("torch.export")
     if is_traced_by_jit():
         raise not_traced("torch.jit.trace")
-    if is_traced_by_fx() and dispatch_mode(mode_kinds.PROXY) is None:  # not make_fx
+    by_make_fx = "ProxyTorchDispatchMode" in [type(mode).__name__ for mode in dispatch_modes()]
+    if is_traced_by_fx() and not by_make_fx:
         raise not_traced("torch.fx.symbolic_trace")
     if torch.compiler.is_dynamo_compiling() or callable(watcher()):
         raise TransformError(

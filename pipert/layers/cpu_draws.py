@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from pipert._torch import overload_of
+from pipert._torch import identity
 from pipert.layers import forward_mode
 from pipert.layers.dispatch_keys import Key, is_traced, operations, stashed
 
@@ -130,11 +130,11 @@ def _place_of_generator(schema: Any) -> int | None:
 
 def _kind(operation: Any) -> tuple[Any, ...]:
     """Return a key that ``randint.low_out`` and ``randint.low_generator_out`` have in common."""
-    words = overload_of(operation).split("_")
+    words = operation.name().partition(".")[2].split("_")
     return operation.overloadpacket, *[word for word in words if word not in _IGNORED]
 
 
-_IGNORED = ("default", "generator", "with")  # as in rand.generator_with_names
+_IGNORED = ("", "default", "generator", "with")  # as in rand.generator_with_names
 
 
 def _adding_generator(operation: Operation, place: int | None) -> Operation:
@@ -151,7 +151,7 @@ def _adding_generator(operation: Operation, place: int | None) -> Operation:
             args, given = args[:place], args[place]
         with DRAWING.excluded():
             task: Drawing | None = stashed()
-            is_other = given is not None and given._cdata != default._cdata
+            is_other = given is not None and identity(given) != identity(default)
             if task is None or is_other or not _is_on_cpu(args, kwargs) or is_traced():
                 return operation(*args, generator=given, **kwargs)
             drawn = operation(*args, generator=task.generator(CPU), **kwargs)

@@ -151,8 +151,8 @@ def operations(wanted: Callable[[Any], bool]) -> list[tuple[Any, Any]]:
 
 def is_traced() -> bool:
     """Whether operations are being traced, or run on tensors without data."""
-    if not _torch.dispatch_mode_count():
-        return _torch.is_traced_by_jit()
-    kinds = _torch.mode_kinds
-    tracing = (kinds.FAKE, kinds.FUNCTIONAL, kinds.PROXY)
-    return any(_torch.dispatch_mode(kind) is not None for kind in tracing)
+    modes = _torch.dispatch_modes()
+    return any(type(mode).__name__ in _TRACING for mode in modes) or _torch.is_traced_by_jit()
+
+
+_TRACING = ("FakeTensorMode", "FunctionalTensorMode", "ProxyTorchDispatchMode")

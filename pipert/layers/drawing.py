@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from pipert._torch import HOOKS_OF_ALL
+from pipert._torch import has_hooks, have_modules_hooks
 from pipert.layers.intercepted import compiled_call
 
 __all__: list[str] = []
@@ -14,9 +14,7 @@ __all__: list[str] = []
 def may_draw(layer: nn.Module) -> bool:
     """Whether a layer could draw random numbers. True unless it is known not to."""
     kind = type(layer)
-    if layer._forward_hooks or layer._forward_pre_hooks or "forward" in layer.__dict__:
-        return True
-    if layer._backward_hooks or layer._backward_pre_hooks:  # which run in the backward of a step
+    if has_hooks(layer) or "forward" in layer.__dict__:
         return True
     if compiled_call(layer) is not None:  # a compilation saves and restores the generators
         return True
@@ -34,7 +32,7 @@ def draws(partition: nn.Sequential) -> bool:
 
     Any layer could if there are global module hooks.
     """
-    return any(may_draw(layer) for layer in partition) or any(HOOKS_OF_ALL)
+    return any(may_draw(layer) for layer in partition) or have_modules_hooks()
 
 
 _DROPOUTS = {

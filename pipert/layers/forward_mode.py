@@ -10,10 +10,9 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from pipert._torch import kinds_of_transforms, transforms
+from pipert._torch import dual_of, transforms
 from pipert.errors import TransformError
 from pipert.layers.dispatch_keys import Key
 
@@ -22,7 +21,7 @@ __all__: list[str] = []
 
 def register(key: Key) -> None:
     """Check each tensor that gets a tangent while ``key`` is included."""
-    operation = torch.ops.aten._make_dual.default
+    operation = dual_of.default
 
     def make_dual(primal: Tensor, tangent: Tensor, level: int) -> Any:
         if _nesting_of_process() > _nesting_of_thread():
@@ -44,4 +43,4 @@ def _nesting_of_process() -> int:
 
 
 def _nesting_of_thread() -> int:
-    return sum(level.key() == kinds_of_transforms.Jvp for level in transforms() or ())
+    return sum(level.key().name == "Jvp" for level in transforms() or ())

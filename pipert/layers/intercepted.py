@@ -14,10 +14,9 @@ from typing import Any, Protocol
 
 from torch import nn
 
-__all__: list[str] = []
+from pipert._torch import COMPILED_CALL, plain_call
 
-SLOT = "_compiled_call_impl"
-"""The name of the slot."""
+__all__: list[str] = []
 
 
 class Interceptor(Protocol):
@@ -49,7 +48,7 @@ class Calls:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module: Any = self._module()
-        call = self.compiled or module._call_impl
+        call = self.compiled or plain_call(module)
         interceptor = here.interceptor
         if interceptor is None:
             return call(*args, **kwargs)
@@ -62,30 +61,30 @@ class Calls:
 def intercept(modules: Iterable[nn.Module]) -> None:
     """Intercept the calls of these modules, until :func:`release` has been called as often."""
     for module in modules:
-        calls = module.__dict__.get(SLOT)
+        calls = module.__dict__.get(COMPILED_CALL)
         if not isinstance(calls, Calls):
-            calls = module.__dict__[SLOT] = Calls(module)
+            calls = module.__dict__[COMPILED_CALL] = Calls(module)
         calls.users += 1
 
 
 def release(modules: Iterable[nn.Module]) -> None:
     """Undo one :func:`intercept` of these modules."""
     for module in modules:
-        calls = module.__dict__.get(SLOT)
+        calls = module.__dict__.get(COMPILED_CALL)
         if isinstance(calls, Calls):
             calls.users -= 1
             if not calls.users:
-                del module.__dict__[SLOT]
+                del module.__dict__[COMPILED_CALL]
                 if calls.compiled is not None:
-                    module.__dict__[SLOT] = calls.compiled
+                    module.__dict__[COMPILED_CALL] = calls.compiled
 
 
 def is_unseen(module: nn.Module) -> bool:
     """Whether ``module.compile()`` has taken the slot, so that calls are not intercepted."""
-    return type(module.__dict__.get(SLOT)) not in (Calls, type(None))
+    return type(module.__dict__.get(COMPILED_CALL)) not in (Calls, type(None))
 
 
 def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
     """Return the compiled call of ``module.compile()``, even if it is not in the slot now."""
-    found: Callable[..., Any] | None = getattr(module, SLOT, None)
+    found: Callable[..., Any] | None = getattr(module, COMPILED_CALL, None)
     return found.compiled if isinstance(found, Calls) else found

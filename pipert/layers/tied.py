@@ -30,6 +30,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 from torch.overrides import TorchFunctionMode
 
+from pipert._torch import forward_pre_hooks, tensor_hooks
 from pipert.batch.tensors import version
 from pipert.layers.compiling import is_compiled
 from pipert.layers.modules import modules_of
@@ -89,11 +90,11 @@ def hooked(partition: nn.Module, others: Weights, setters: dict[nn.Module, nn.Mo
     """
     found: dict[nn.Parameter, None] = {}
     for module in modules_of(partition):
-        if module._forward_pre_hooks and _sets_weight(module):
+        if forward_pre_hooks(module) and _sets_weight(module):
             if setters.setdefault(module, partition) is not partition:
                 raise _set_on_two_threads(partition, module)
         for weight in module._parameters.values():  # runs in each step, so it does no more
-            if weight is not None and weight._backward_hooks:
+            if weight is not None and tensor_hooks(weight):
                 found[weight] = None
     weights = tuple(weight for weight in found if weight not in set(others))
     _refuse_compiled(
@@ -113,7 +114,7 @@ def _refuse_compiled(partition: nn.Module, weights: Weights, problem: str) -> No
 def _sets_weight(module: nn.Module) -> bool:
     prune: Any = sys.modules.get("torch.nn.utils.prune")  # is not imported with torch
     setters = _SETTERS if prune is None else (*_SETTERS, prune.BasePruningMethod)
-    return any(isinstance(hook, setters) for hook in module._forward_pre_hooks.values())
+    return any(isinstance(hook, setters) for hook in forward_pre_hooks(module).values())
 
 
 def _set_on_two_threads(partition: nn.Module, module: nn.Module) -> ValueError:

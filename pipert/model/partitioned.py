@@ -11,6 +11,7 @@ from typing import Any, Self, overload
 
 from torch import nn
 
+from pipert._torch import HOOK_TABLES
 from pipert._typing import Device
 from pipert.layers.batchnorm import check_batch_norm
 from pipert.model.devices import default_devices, parse_devices
@@ -27,14 +28,6 @@ from pipert.model.split import (
 from pipert.skip.verify import verify_skippables
 
 __all__: list[str] = []
-
-# Attributes of the wrapped module that hold its hooks, which the pipe must run as well.
-_SHARED_WITH_MODULE = (
-    "_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_hooks_always_called",
-    "_forward_hooks_with_kwargs", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs",
-    "_load_state_dict_post_hooks", "_load_state_dict_pre_hooks",
-    "_state_dict_hooks", "_state_dict_pre_hooks",
-)  # fmt: skip
 
 
 class Partitioned(Placed):
@@ -62,7 +55,7 @@ class Partitioned(Placed):
         self.training = module.training
         # Not add_module: it refuses layers named like an attribute of this class.
         self._modules.update(module._modules)
-        for name in _SHARED_WITH_MODULE:
+        for name in HOOK_TABLES:  # the pipe must run the module's hooks as well
             self.__dict__[name] = module.__dict__[name]
         self.__dict__["_hooked"] = module
 

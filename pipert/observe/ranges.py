@@ -22,8 +22,9 @@ import os
 from collections.abc import Iterator
 
 import torch
+from torch.autograd.profiler import record_function
 
-from pipert._torch import Range, profiler_is_on, profiles_this_thread
+from pipert._torch import profiler_is_on
 
 __all__: list[str] = []
 
@@ -40,7 +41,7 @@ def is_profiled() -> bool:
         return True
     if not profiler_is_on():  # in the process
         return False
-    if profiles_this_thread() and not _has_advised:  # in this thread only
+    if not _has_advised:
         _has_advised.append(True)
         _log.warning(
             "torch.profiler sees the thread that started it alone, and not the workers of a pipe; "
@@ -57,7 +58,7 @@ def task_range(name: str, device: torch.device) -> Iterator[None]:
     if on_cuda:
         torch.cuda.nvtx.range_push(name)  # type: ignore[no-untyped-call]
     try:
-        with Range(name):
+        with record_function(name):
             yield
     finally:
         if on_cuda:
@@ -66,6 +67,6 @@ def task_range(name: str, device: torch.device) -> Iterator[None]:
 
 def mark(name: str, device: torch.device) -> None:
     """Mark the beginning of the task called ``name``."""
-    with Range(name):
+    with record_function(name):
         if device.type == "cuda":
             torch.cuda.nvtx.mark(name)  # type: ignore[no-untyped-call]

@@ -15,6 +15,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from pipert.observe.observers import Observer, RunInfo
 from pipert.pipes.pipelined import Pipelined, when_made
@@ -53,7 +54,7 @@ class _Traced(Observer):
         return self.timeline if self.timeline is not None and self.timeline.events else None
 
 
-def add_parser(tools: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(tools: Any) -> None:
     """Add ``trace`` to the tools of ``python -m pipert``."""
     parser = tools.add_parser(
         "trace",

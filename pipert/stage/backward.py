@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from pipert._torch import tensor_hooks
 from pipert.autograd import order
 from pipert.autograd.engine import differentiate
 from pipert.autograd.leaves import Behind, is_in_python, leaves_behind
@@ -132,7 +133,7 @@ def refuse_hooked(cut: StepBoundary, leaves: Iterable[Tensor]) -> None:
         RuntimeError: a leaf has hooks, and nothing stands in for it.
     """
     for leaf in leaves:
-        if leaf._backward_hooks and leaf not in cut.gradients.stand_ins:
+        if tensor_hooks(leaf) and leaf not in cut.gradients.stand_ins:
             raise RuntimeError(
                 f"a tensor of shape {tuple(leaf.shape)} has a hook that would see a part of "
                 "its gradient for each micro-batch: nothing can stand in for what loss_fn or "

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipert._torch import hooks_on_grad, tensor_hooks
 from pipert.autograd.leaves import accumulators
 from pipert.stage.gradients import Gradients
 
@@ -47,7 +48,7 @@ def _take(
 ) -> tuple[Any, ...] | None:
     if threading.get_ident() != thread:
         return None  # another caller's, which passes
-    if weight._backward_hooks or weight._post_accumulate_grad_hooks:
+    if tensor_hooks(weight) or hooks_on_grad(weight):
         raise RuntimeError(
             f"a weight of shape {tuple(weight.shape)} has a hook, and a custom autograd function "
             "calls backward by itself: the hook would see parts of the gradient of a step. Remove "

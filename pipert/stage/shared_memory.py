@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pipert._torch import storage_of
 from pipert._typing import Tensors, Value
 from pipert.batch.tensors import Carried, describe, tensors_of, version
 
@@ -48,7 +49,7 @@ def find_shared(value: Value) -> Shared:
     start = 0
     for part in parts:
         tensors = tensors_of(part)[0]
-        homes = [tensor.untyped_storage()._cdata for tensor in tensors if _has_storage(tensor)]
+        homes = [storage_of(tensor) for tensor in tensors if _has_storage(tensor)]
         if len(set(homes)) < len(homes):
             for together in _by_storage(tensors).values():
                 for k, other in combinations(together, 2):
@@ -68,7 +69,7 @@ def compute_watching(
     """
     tensors = tensors_of(x)[0]
     watched = {k for pair in shared for k in pair}
-    homes = {k: tensors[k].untyped_storage()._cdata for k in watched}
+    homes = {k: storage_of(tensors[k]) for k in watched}
     if not torch.is_grad_enabled():  # rule 5
         shared = {pair: both for pair, both in shared.items() if homes[pair[0]] != homes[pair[1]]}
         watched = {k for pair in shared for k in pair}
@@ -105,7 +106,7 @@ def _by_storage(tensors: Tensors) -> dict[int, list[int]]:
     places: dict[int, list[int]] = {}
     for k, tensor in enumerate(tensors):
         if _has_storage(tensor):
-            places.setdefault(tensor.untyped_storage()._cdata, []).append(k)
+            places.setdefault(storage_of(tensor), []).append(k)
     return places
 
 
@@ -123,7 +124,7 @@ def overlap(one: Tensor, other: Tensor) -> bool:
     """Return whether two tensors have a byte in common."""
     if not (_has_storage(one) and _has_storage(other)):
         return False
-    together = one.untyped_storage()._cdata == other.untyped_storage()._cdata
+    together = storage_of(one) == storage_of(other)
     return together and _overlap(_extent(one), _extent(other))
 
 

@@ -37,7 +37,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from pipert._torch import dispatch_modes, forward_level, function_modes, set_grad, transform
+from pipert._torch import dispatch_modes, forward_level, function_modes, transforms
 from pipert.autograd.hooks import hooks_of_caller
 from pipert.errors import TransformError
 from pipert.workers.thread_state import (
@@ -60,7 +60,7 @@ NOTHING: AbstractContextManager[object] = contextlib.nullcontext()
 
 def is_transformed() -> bool:
     """Return whether the current thread is in a ``torch.func`` transform."""
-    return transform() is not None
+    return bool(transforms())
 
 
 def refuse_transforms() -> None:
@@ -71,7 +71,7 @@ def refuse_transforms() -> None:
             forward mode.
     """
     what = ""
-    if transform() is not None:
+    if bool(transforms()):
         what = "a torch.func transform such as grad, jvp or vmap"
     elif forward_level() >= 0:
         what = "forward-mode differentiation"
@@ -136,14 +136,14 @@ class CallerContext:
         if count != self._threads:
             set_own_threads(self._threads)
         try:
-            set_grad(self._grad)
+            torch.set_grad_enabled(self._grad)
             if self._is_plain and has_default_settings():
                 yield
             else:
                 with self._all(clear_cache=True):
                     yield
         finally:
-            set_grad(grad)
+            torch.set_grad_enabled(grad)
             if count != self._threads:
                 set_own_threads(count)
 
@@ -153,7 +153,7 @@ class CallerContext:
         with contextlib.ExitStack() as stack:
             if self._inference != torch.is_inference_mode_enabled():
                 stack.enter_context(torch.inference_mode(self._inference))
-                set_grad(self._grad)
+                torch.set_grad_enabled(self._grad)
             stack.enter_context(autocast(self._autocast, clear_cache))
             if hooks is not None and hooks != hooks_of_caller():
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*hooks))
@@ -185,7 +185,7 @@ class OnWorker:
     def __enter__(self) -> None:
         if torch.get_num_threads() != self._threads:
             set_own_threads(self._threads)
-        set_grad(self._grad)
+        torch.set_grad_enabled(self._grad)
         if self._make_block is not None:
             self._block = self._make_block()
             self._block.__enter__()
@@ -196,4 +196,4 @@ class OnWorker:
             if block is not None:
                 block.__exit__(*error)
         finally:
-            set_grad(True)
+            torch.set_grad_enabled(True)

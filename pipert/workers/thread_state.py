@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from pipert import _torch
 from pipert._torch import AUTOCAST_TYPES
@@ -113,8 +114,8 @@ def has_default_settings() -> bool:
     """Return whether the current thread has the settings of a new one, grad mode aside."""
     return (
         not torch.is_inference_mode_enabled()
-        and not _torch.function_mode_count()
-        and not _torch.dispatch_mode_count()
+        and not _torch.function_modes()
+        and not _torch.dispatch_modes()
         and get_autocast() == NEW_THREAD_AUTOCAST
     )
 
@@ -137,10 +138,10 @@ def modes(functions: list[Any], dispatches: list[Any]) -> Iterator[None]:
 
 
 def _set_modes(functions: list[Any], dispatches: list[Any]) -> None:
-    for _ in _torch.function_modes():
-        _torch.pop_function_mode()
+    for mode in reversed(_torch.function_modes()):  # not by their own methods, which may do more
+        TorchFunctionMode.__exit__(mode, None, None, None)  # type: ignore[no-untyped-call]
     for mode in functions:
-        _torch.push_function_mode(mode)
+        TorchFunctionMode.__enter__(mode)  # type: ignore[no-untyped-call]
     for _ in _torch.dispatch_modes():
         _torch.pop_dispatch_mode()
     for mode in dispatches:
