@@ -48,6 +48,7 @@ def _register(drawing: Key) -> None:
     packets = {f"aten::{packet.__name__}" for packet, *_ in takers}
     for op, schema in operations(lambda schema: schema.name in packets):
         drawing.register(op, _adding_generator(takers[_kind(op)], _place_of_generator(schema)))
+    drawing.register(_NATIVE_DROPOUT, _native_dropout)
     forward_mode.register(drawing)
 
 
@@ -159,6 +160,25 @@ def _adding_generator(operation: Operation, place: int | None) -> Operation:
             return drawn
 
     return draw
+
+
+_NATIVE_DROPOUT = torch.ops.aten.native_dropout.default
+
+
+def _native_dropout(x: Tensor, p: float, train: bool | None) -> Any:
+    """Does what the operation does, which takes no generator.
+
+    Where a dispatch mode is on, as in the call in which torch.compile compiles, the operation that
+    draws inside of it comes to no kernel.
+    """
+    with DRAWING.excluded():
+        task: Drawing | None = stashed()
+        if task is None or not x.is_cpu or train is False or not x.numel() or is_traced():
+            return _NATIVE_DROPOUT(x, p, train)
+        mask = torch.empty_like(x, dtype=torch.bool, requires_grad=False)
+        mask.bernoulli_(1 - p, generator=task.generator(CPU))
+        task.note_draw()
+        return x * mask * (0.0 if p == 1 else 1 / (1 - p)), mask
 
 
 def _is_on_cpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -122,7 +122,5 @@ def test_all_that_draws_on_the_cpu_has_a_kernel_or_consists_of_others() -> None:
         and not has(op.name(), "TESTING_ONLY_GenericMode")
         and has(op.name(), "CPU")
     }
-    # It calls bernoulli_, the others choose a way or take no dropout.
-    assert left == {
-        "native_dropout", "_fused_sdp_choice", "_scaled_dot_product_flash_attention_for_cpu",
-    }  # fmt: skip
+    # They choose a way, or take no dropout.
+    assert left == {"_fused_sdp_choice", "_scaled_dot_product_flash_attention_for_cpu"}
