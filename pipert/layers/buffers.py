@@ -44,6 +44,11 @@ os.register_at_fork(after_in_child=_locks.clear)  # another thread may have held
 _run: ContextVar[object] = ContextVar("pipert_run", default=None)
 
 
+def has_buffers(layer: nn.Module) -> bool:
+    """Whether the layer, or a module inside it, has buffers."""
+    return any([module._buffers for module in modules_of(layer)])
+
+
 def locked(layer: nn.Module, run: object) -> AbstractContextManager[object]:
     """Return a block in which ``layer``, and others that share its buffers, are called here alone.
 

@@ -17,7 +17,7 @@ from pipert._typing import Value
 from pipert.batch.microbatch import Arguments
 from pipert.batch.tensors import Carried, describe
 from pipert.errors import add_note
-from pipert.layers.buffers import locked
+from pipert.layers.buffers import has_buffers, locked
 from pipert.layers.compiled_backward import call_compiled
 from pipert.layers.compiling import is_compiled
 from pipert.layers.effects import Effect, Effects
@@ -54,7 +54,7 @@ class Layers:
 
     __slots__ = (
         "_compiled", "_context", "_effects", "_notifier", "_partition", "_place", "_returned",
-        "_skips", "_snapshot", "_substitutes",
+        "_skips", "_snapshot", "_substitutes", "_with_buffers",
     )  # fmt: skip
 
     def __init__(
@@ -75,6 +75,7 @@ class Layers:
         self._returned: dict[int, Effect] = {}  # of each micro-batch's forward
         self._substitutes: dict[nn.Module, Substitute] = {}
         self._snapshot: Snapshot | None = None
+        self._with_buffers = {layer for layer in partition if has_buffers(layer)}
         # On CPU one thread runs the backward of all partitions.
         on_gpu = context.grad_enabled and place.device.type == "cuda"
         self._compiled = {layer for layer in partition if is_compiled(layer)} if on_gpu else set()
@@ -100,17 +101,10 @@ class Layers:
             after_layer: called after each layer, if given.
             value: the input.
         """
-        if not checkpointed:
-            return self._forward(i, after_layer, value)
-        if self._snapshot is None:
-            self.take_snapshot()
-        checkpoint_here.set(True)
-        y = self._forward(i, after_layer, value)
-        self._returned[i] = effect = Effect(self._effects, self._place, i)
-        effect.note(y)
-        return y
-
-    def _forward(self, i: int, after_layer: AfterLayer, value: Value) -> Value:
+        if checkpointed:
+            if self._snapshot is None:
+                self.take_snapshot()
+            checkpoint_here.set(True)
         buffers = self._snapshot.buffers if self._snapshot and is_recomputing() else {}
         store = None
         if self._skips is not None:
@@ -127,7 +121,7 @@ class Layers:
                     call = partial(self._substitutes[layer].during, call)
                 if layer in buffers:
                     call = partial(buffers[layer].put_aside, call)
-                with self.locked(layer):
+                with self.locked(layer) if layer in self._with_buffers else NOTHING:
                     if isinstance(value, Arguments):
                         value = call(*value.args, **value.kwargs)
                     else:
@@ -135,9 +129,13 @@ class Layers:
                 if after_layer is not None:
                     after_layer()
                 done += 1
-            if self._skips is None or store is None:
-                return value
-            return Carried(value, tuple([store.send(key) for key, _ in self._skips.leaving]))
+            if self._skips is not None and store is not None:
+                skips = [store.send(key) for key, _ in self._skips.leaving]
+                value = Carried(value, tuple(skips))
+            if checkpointed:
+                self._returned[i] = effect = Effect(self._effects, self._place, i)
+                effect.note(value)
+            return value
         except BaseException as error:
             add_note(error, partial(self._note_of_layer, i, done, value))
             raise

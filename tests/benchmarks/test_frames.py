@@ -14,6 +14,13 @@ def test_an_action_stays_within_its_calls_and_frames(way: str, checkpoint: str, 
     assert counted.frames is not None and counted.frames <= most_frames
 
 
+@pytest.mark.parametrize("way", frames.MINI_BATCHES)
+def test_a_mini_batch_stays_within_its_calls_and_files(way: str) -> None:
+    calls, files = frames.count_mini_batch(way)
+    most_calls, most_files = frames.MINI_BATCHES[way]
+    assert calls <= most_calls and files <= most_files
+
+
 def test_each_kind_of_action_of_a_step_is_counted() -> None:
     counted = frames.count("1f1b", "always")
     assert sorted(counted) == ["B", "F", "R"]
