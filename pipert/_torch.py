@@ -178,6 +178,10 @@ plain_call: Callable[[nn.Module], Callable[..., Any]] = operator.attrgetter("_ca
 
 HOOK_TABLES = tuple([name for name in vars(nn.Identity()) if "_hooks" in name])
 """The attributes of a module that hold hooks of any kind."""
+STATE_TABLES = tuple(
+    [k for k, v in vars(nn.Identity()).items() if isinstance(v, dict | set) and "_hooks" not in k]
+)
+"""Those that hold its parameters, buffers and modules, and which buffers are not persistent."""
 _needed("_forward_pre_hooks", nn.Identity())
 forward_pre_hooks: Callable[[nn.Module], Any] = operator.attrgetter("_forward_pre_hooks")
 
@@ -187,12 +191,8 @@ def has_hooks(module: nn.Module) -> bool:
     return any(map(vars(module).get, HOOK_TABLES))
 
 
-have_modules_hooks: Flag = _or(lambda: True, "torch.nn.modules.module:_has_any_global_hook")
+have_modules_hooks: Get = _or(lambda: True, "torch.nn.modules.module:_has_any_global_hook")
 """Whether there are hooks of all modules. With the fallback, any layer counts as one that draws."""
-
-NOT_PERSISTENT = "_non_persistent_buffers_set"
-"""The attribute of a module with the names of the buffers that are in no ``state_dict``."""
-_needed(NOT_PERSISTENT, nn.Identity())
 
 _use_count: Any = _or(None, "_use_count", Tensor)
 _storage_use_count: Any = _or(None, "torch._C:_storage_Use_Count")
@@ -267,6 +267,7 @@ is_included: Callable[[Any], bool] = _or(None, "torch._C:_dispatch_tls_is_dispat
 schemas: Get = _or(None, "torch._C:_jit_get_all_schemas")
 higher_order_keys: Any = _or(None, "torch._ops:_HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS")
 higher_order: Any = _or(None, "torch._ops:_higher_order_ops")
+
 WithoutFunctions: Any = _needed("torch._C:DisableTorchFunction")
 WithoutDispatch: Any = _needed("torch._C:_DisableTorchDispatch")
 
@@ -280,6 +281,8 @@ unstash: Callable[[str], None] = _needed("torch._C:_remove_obj_from_tls")
 _or(False, "_is_profiler_enabled", profiler)
 profiler_is_on: Flag = partial(getattr, profiler, "_is_profiler_enabled", False)
 """Whether ``torch.profiler`` is on in the process; if torch differs, it is not."""
+profiles_this_thread: Flag = _or(lambda: False, "torch._C:_autograd._profiler_enabled")
+"""Whether it sees this thread alone. The fallback gives no advice."""
 set_thread_name: Callable[[str], None] = _or(
     lambda _: None, "torch.multiprocessing:_set_thread_name"
 )

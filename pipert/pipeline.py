@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from torch import nn
 
-from pipert._torch import NOT_PERSISTENT
+from pipert._torch import STATE_TABLES
 from pipert._typing import Device
 from pipert.any_model.model import AnyModel
 from pipert.balance.by_calls import choose_cuts
@@ -71,7 +71,7 @@ class ModulePipe(Pipelined):
         check_batch_norm(module, deferred_batch_norm)
         warn_if_not_batch_first(module)
         self.__dict__["module"] = module
-        for name in _SHARED_WITH_MODULE:
+        for name in STATE_TABLES:
             self.__dict__[name] = module.__dict__[name]
         self.training = module.training
         self._split(example)
@@ -160,9 +160,6 @@ class ModulePipe(Pipelined):
             layers = f"{first} to {last}" if first else "the whole model"
             lines.append(f"  partition {j} on {device}: {layers}")
         return "\n".join([*lines, f"  cuts={self.cuts}"])
-
-
-_SHARED_WITH_MODULE = ("_modules", "_parameters", "_buffers", NOT_PERSISTENT)
 
 
 def pipeline(

@@ -60,7 +60,7 @@ def add_parser(tools: Any) -> None:
 def _check(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     try:
         devices = _devices(arguments.devices)
-    except ValueError as error:
+    except (ValueError, RuntimeError) as error:  # torch raises the latter
         parser.error(f"--devices: {error}")
     effort = ON_CPU if torch.device("cpu") in devices.partitions else ON_GPUS
     remarks = {0: [NO_GPU], 1: [ONE_GPU]}.get(len(devices.gpus), [])

@@ -32,7 +32,7 @@ def draws(partition: nn.Sequential) -> bool:
 
     Any layer could if there are global module hooks.
     """
-    return any(may_draw(layer) for layer in partition) or have_modules_hooks()
+    return any([*map(may_draw, partition), have_modules_hooks()])
 
 
 _DROPOUTS = {

@@ -60,7 +60,7 @@ class RunSeed:
         """Draw the seed, unless that has been done. Called if any layer might draw."""
         if self.number is not None:
             return
-        with self._generator() as generator, WithoutFunctions(), WithoutDispatch():  # no modes
+        with self._generator() as generator, WithoutFunctions(), WithoutDispatch():
             before = generator.get_state()
             drawn = torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator)
             self.number = int(drawn.item()) if self._given is None else self._given

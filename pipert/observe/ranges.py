@@ -24,7 +24,7 @@ from collections.abc import Iterator
 import torch
 from torch.autograd.profiler import record_function
 
-from pipert._torch import profiler_is_on
+from pipert._torch import profiler_is_on, profiles_this_thread
 
 __all__: list[str] = []
 
@@ -41,7 +41,7 @@ def is_profiled() -> bool:
         return True
     if not profiler_is_on():  # in the process
         return False
-    if not _has_advised:
+    if profiles_this_thread() and not _has_advised:  # in this thread only
         _has_advised.append(True)
         _log.warning(
             "torch.profiler sees the thread that started it alone, and not the workers of a pipe; "

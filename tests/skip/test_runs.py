@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipert import Pipe, is_recomputing
+from pipert import Pipe, RecomputationError, is_recomputing
 from pipert.batch.tensors import tensors_of
 from pipert.queues.closable import ClosableQueue
 from pipert.skip import Namespace, Skippable, pop, skippable, stash
@@ -129,7 +129,7 @@ def test_a_recomputation_pops_the_same_value_as_its_forward(checkpoint: str, cou
 
 @pytest.mark.parametrize("balance", [[1, 1], [2]], ids=str)
 def test_a_recomputation_of_the_stash_does_not_reach_another_layer(balance: list[int]) -> None:
-    """It stashes other values than its forward; the layer that pops is not told."""
+    """It stashes other values than its forward, which is refused where it has an effect."""
     popped: list[tuple[bool, float]] = []
 
     @skippable(stash=["a"])
@@ -144,7 +144,8 @@ def test_a_recomputation_of_the_stash_does_not_reach_another_layer(balance: list
 
     last = PopAdd(lambda a: popped.append((is_recomputing(), a.item())))
     with pipe_of(Moody(), last, balance=balance, checkpoint="always") as pipe:
-        pipe(rows(1)).sum().backward()
+        with pytest.raises(RecomputationError, match=r"R\[0,0\]"):
+            pipe(rows(1)).sum().backward()
     again = 1 if balance == [1, 1] else 100  # of one partition, both layers run again
     assert popped == [(False, 1), (True, again)]
 
