@@ -55,7 +55,7 @@ class AnyModel:
         whole = None if stats is None else stats.partitions[0]
         model_run = ModelRun(run, self.module, self.layers, step, whole, inspection)
         actions = ModelActions(model_run, self.threads)
-        stages = assemble(run, self._model, inputs, step, None, actions.table)
+        stages = assemble(run, self._model, inputs, step, None, actions.table())
         for stage in stages:
             stage.borrowed = ()  # they are copied in the partition that uses them
             stage.ends.copies.come_in |= len(set(run.devices)) > 1

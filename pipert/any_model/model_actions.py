@@ -40,9 +40,10 @@ class ModelActions:
         self._model_run = model_run
         self._threads = threads
         self._microbatches: dict[int, MicroBatchForward] = {}
-        self.table: Actions = {
-            FORWARD: self.forward, RECOMPUTE: self.recompute, BACKWARD: self.backward,
-        }  # fmt: skip
+
+    def table(self) -> Actions:
+        """Return the function that carries out each kind of action."""
+        return {FORWARD: self.forward, RECOMPUTE: self.recompute, BACKWARD: self.backward}
 
     def forward(self, stage: Stage, i: int, x: Value) -> Value:
         """Carry out ``F[i,j]``: hand off to micro-batch ``i``, which partition 0 starts."""

@@ -90,17 +90,17 @@ class Buffers:
     def put_aside(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call the layer, whose lock is held, and leave the buffers as they are."""
         before: list[tuple[Any, str, Any]] = []
+        for module in self._modules:
+            if module.training:
+                before += [(module._buffers, *item) for item in module._buffers.items()]
+        back = map(setitem, *zip(*before, strict=True)) if before else iter(())
         try:
-            for module in self._modules:
-                if module.training:
-                    before += [(module._buffers, *item) for item in module._buffers.items()]
             for buffers, name, buffer in before:
                 if self._may_change(buffer):
                     buffers[name] = self._copy_of(buffer)
             return call(*args, **kwargs)
         finally:
-            if before:  # without Python code, which an interrupt might cut short
-                deque(map(setitem, *zip(*before, strict=True)), 0)
+            deque(back, 0)  # one call of C, which no interrupt cuts short
 
     def _may_change(self, buffer: Tensor | None) -> bool:
         if buffer is None or is_lazy(buffer) or buffer.requires_grad:

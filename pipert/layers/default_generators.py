@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import os
 import threading
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -29,6 +29,7 @@ from pipert.workers.pool import stack_of
 __all__: list[str] = []
 
 _POLL = 0.02  # s; how often the engine's thread looks whether somebody waits for it
+_CHECK = 0.5  # s; how often others look whether the thread of a user has died
 
 
 class User(Protocol):
@@ -39,6 +40,13 @@ class User(Protocol):
         """The task that it is inside of."""
 
 
+class _Use(NamedTuple):
+    user: User
+    thread: threading.Thread
+    before: torch.Tensor
+    """The generator's state."""
+
+
 class DefaultGenerator:
     """The default generator of ``device``, and the tasks that use it."""
 
@@ -46,42 +54,59 @@ class DefaultGenerator:
         on_gpu = device.type == "cuda"
         self.generator = real_generators()[device.index] if on_gpu else torch.default_generator
         self.changed = threading.Condition()
-        self._users: list[tuple[User, threading.Thread]] = []  # the last one draws
+        self._uses: list[_Use] = []  # the last one draws
 
-    def enter(self, user: User) -> torch.Tensor:
-        """Wait for others (G1); return the generator's state."""
+    def enter(self, user: User) -> None:
+        """Wait for others (G1)."""
         is_on_gpu = self.generator.device.type == "cuda"
         may_be_awaited = is_on_gpu and backward_id() >= 0  # on the engine's thread
         with self.changed:
             while not (self._is_free_for(user) or may_be_awaited and self._is_in_engine()):
-                self.changed.wait(_POLL if may_be_awaited else None)
-            self._users.append((user, threading.current_thread()))
-        return self.generator.get_state()
+                self.changed.wait(_POLL if may_be_awaited else _CHECK)
+            thread, before = threading.current_thread(), self.generator.get_state()
+            self._uses.append(_Use(user, thread, before))
 
-    def leave(self, user: User, state: torch.Tensor) -> torch.Tensor:
-        """Put ``state`` back; return the one that the user leaves."""
+    def leave(self, user: User) -> torch.Tensor | None:
+        """Put the state from before back; return the one that the user leaves.
+
+        Returns ``None`` if it does not use the generator.
+        """
         with self.changed:
-            self.changed.wait_for(lambda: self._users[-1][0] is user)
+            if not any(use.user is user for use in self._uses):
+                return None
+            while self._last_user() is not user:
+                self.changed.wait(_CHECK)
             left = self.generator.get_state()
-            self.generator.set_state(state)
-            self._users.pop()
-            self.changed.notify_all()
+            self._drop_last()
         return left
 
+    def _last_user(self) -> User | None:
+        """Return the user that draws now; those whose threads were ended from outside leave."""
+        while self._uses and not self._uses[-1].thread.is_alive():
+            self._drop_last()
+        return self._uses[-1].user if self._uses else None
+
+    def _drop_last(self) -> None:
+        self.generator.set_state(self._uses[-1].before)
+        self._uses.pop()
+        self.changed.notify_all()
+
     def _is_free_for(self, user: User) -> bool:
-        return not self._users or self._users[-1][0] is user.outer
+        last = self._last_user()
+        return last is None or last is user.outer
 
     def _is_in_engine(self) -> bool:
         """Whether the last user waits for the engine (G3)."""
-        stack = stack_of(self._users[-1][1])
+        stack = stack_of(self._uses[-1].thread)
         return bool(stack) and stack[-1].name == run_backward.__name__
 
     def wait(self) -> None:
         """Wait until no task uses the generator; for whoever holds ``changed``."""
-        self.changed.wait_for(lambda: not self._users)
+        while self._last_user() is not None:
+            self.changed.wait(_CHECK)
 
     def __repr__(self) -> str:
-        return f"<DefaultGenerator of {self.generator.device}, {len(self._users)} users>"
+        return f"<DefaultGenerator of {self.generator.device}, {len(self._uses)} users>"
 
 
 _of_devices: dict[torch.device, DefaultGenerator] = {}  # changed by atomic operations only

@@ -113,8 +113,8 @@ class Draws:
         """The devices whose default generators it uses."""
         if device.type == "cuda":
             self.shared.append(device)
-        # Of those in use, the state before, and the task's own.
-        self._states: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self._states: dict[torch.device, Tensor] = {}
+        """The state that each of these began with, or was left in, last."""
         self._parts = 0
 
     def generator(self, device: torch.device) -> torch.Generator:
@@ -140,29 +140,32 @@ class Draws:
                 self.enter(device)
             yield
         finally:
-            for device in reversed(self._states):
+            for device in reversed(self.shared):
                 self.leave(device)
             stash(before)
 
     def enter(self, device: torch.device) -> None:
         """Have the default generator of ``device``, seeded, or as the task has left it."""
         default = default_generator(device)
-        before = default.enter(self)
+        default.enter(self)
         if device in self._states:
-            default.generator.set_state(self._states[device][1])
+            default.generator.set_state(self._states[device])
         else:
             default.generator.manual_seed(self._seed)
-        self._states[device] = before, default.generator.get_state()
+            self._states[device] = default.generator.get_state()
 
-    def leave(self, device: torch.device) -> None:
-        """Put the default generator of ``device`` back."""
-        before, begun = self._states[device]
-        left = default_generator(device).leave(self, before)
-        self._states[device] = before, left
-        if not self.run.used:
+    def leave(self, device: torch.device) -> bool:
+        """Put the default generator of ``device`` back; return whether the task had it."""
+        left = default_generator(device).leave(self)
+        if left is None:
+            return False
+        begun = self._states.get(device)
+        self._states[device] = left
+        if begun is not None and not self.run.used:
             with WithoutFunctions(), WithoutDispatch():
                 if not torch.equal(left, begun):
                     self.run.used = True
+        return True
 
     def part(self) -> Draws:
         """Return random numbers for a part of the task that its recomputation will not have."""
@@ -179,18 +182,17 @@ def drawing(draws: Draws) -> Iterator[None]:
 
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
-    """Let others draw while this thread waits for a run in the block, if it is inside a task."""
+    """Let others draw while this thread waits for a run in the block, if it is inside of tasks."""
     draws: Draws | None = current()
-    if draws is None:
-        yield
-        return
-    for device in reversed(draws.shared):
-        draws.leave(device)
+    left = []
     try:
+        while draws is not None:
+            left += [(draws, device) for device in reversed(draws.shared) if draws.leave(device)]
+            draws = draws.outer
         yield
     finally:
-        for device in draws.shared:
-            draws.enter(device)
+        for outer, device in reversed(left):
+            outer.enter(device)
 
 
 def next_seed() -> int:
