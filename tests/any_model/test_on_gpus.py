@@ -292,3 +292,37 @@ def test_later_partitions_see_an_in_place_change_of_a_copied_tensor(how: How, th
     for own, other in zip(model.parameters(), plain.parameters(), strict=True):
         assert own.grad is not None and other.grad is not None
         torch.testing.assert_close(own.grad.cpu(), other.grad)
+
+
+class Dropping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.dropout(self.second(torch.dropout(self.first(x), 0.5, True)), 0.5, True)
+
+
+class Calling(nn.Module):
+    def __init__(self, pipe: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.__dict__["pipe"] = nn.Linear(8, 8), pipe
+
+    def forward(self, x: Tensor) -> Any:
+        return self.__dict__["pipe"](self.layer(x))
+
+
+@pytest.mark.parametrize("where", ["layer", "loss"])
+def test_a_pipe_that_draws_may_be_called_in_a_task_on_the_same_gpus(where: str) -> None:
+    settings: dict[str, Any] = {"devices": ["cuda:0", "cuda:1"], "chunks": 2, "timeout": 30}
+    x = torch.randn(4, 8)
+    layers = nn.Sequential(nn.Linear(8, 8), nn.Dropout(), nn.Linear(8, 8), nn.Dropout())
+    with pipert.Pipe(layers, [2, 2], **settings) as inner:
+        model, teach = Dropping(), torch.no_grad()(inner.forward)
+        if where == "layer":
+            model.first = Calling(inner)  # type: ignore[assignment]
+        with pipert.pipeline(model, ["second"], **settings) as outer:
+            loss = outer.forward_backward(
+                x, loss_fn=lambda y, _: (y - teach(y) if where == "loss" else y).square().mean()
+            )
+    assert loss.isfinite()

@@ -90,7 +90,7 @@ MUTANTS = [
     ),
     Mutant(
         "device-generator-not-put-back", GENERATORS, "putting a device's generator back",
-        "self.generator.set_state(state)", "pass",
+        "self.generator.set_state(self._uses[-1].before)", "pass",
     ),
     Mutant(
         "other-devices-seeded", "pipert/layers/cpu_draws.py",
