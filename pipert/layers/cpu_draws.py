@@ -14,17 +14,18 @@ Where torch lacks the key, tasks take turns with the default generator, as on a 
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from pipert._torch import identity
+from pipert._torch import backward_id, identity
 from pipert.layers import forward_mode
-from pipert.layers.dispatch_keys import Key, is_traced, operations, stashed
+from pipert.layers.dispatch_keys import Key, is_traced, operations, stash, stashed
 
 __all__: list[str] = []
 
@@ -73,6 +74,7 @@ def _prepare_key() -> None:
     setattr(torch.random, "default_generator", _OfTask())  # noqa: B010
     try:
         DRAWING.prepare()
+        setattr(torch.random, "fork_rng", partial(_fork_rng, torch.random.fork_rng))  # noqa: B010
     except RuntimeError as error:
         warnings.warn(
             f"{error}. So tasks of layers that might draw random numbers wait for each other",
@@ -86,6 +88,50 @@ class _OfTask:
     def __getattr__(self, name: str) -> Any:
         task: Drawing | None = current()
         return getattr(torch.default_generator if task is None else task.generator(CPU), name)
+
+
+class _Apart:
+    """Has a generator of its own on the CPU, for what a checkpoint recomputes in a backward."""
+
+    __slots__ = ("_generator", "used")
+
+    outer = None
+    shared = ()
+
+    def __init__(self) -> None:
+        self._generator = torch.Generator()
+        self.used = False
+
+    @property
+    def run(self) -> _Apart:
+        """What a pipe that is called in there notes its draws on."""
+        return self
+
+    def generator(self, device: torch.device) -> torch.Generator:
+        return self._generator if device == CPU else real_generators()[device.index]
+
+    def note_draw(self) -> None:
+        """Do nothing: the state is put back anyway."""
+
+
+@contextlib.contextmanager
+def _fork_rng(fork_rng: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
+    """Does what ``torch.random.fork_rng`` does, in a backward without the default generator.
+
+    ``torch.utils.checkpoint`` recomputes in such blocks. In the backward of a call, which is no
+    task, several devices' threads would save, set and restore one state at once.
+    """
+    if backward_id() < 0 or current() is not None:
+        with fork_rng(*args, **kwargs):
+            yield
+        return
+    before = stashed()
+    stash(_Apart())
+    try:
+        with DRAWING.included(), fork_rng(*args, **kwargs):
+            yield
+    finally:
+        stash(before)
 
 
 class _OfDevices:

@@ -218,8 +218,8 @@ _METHOD = "initialize_parameters"
 
 def _initialise(module: Any, *args: Any, **kwargs: Any) -> None:
     del module.__dict__[_METHOD]  # the class has it, too, until it is initialised
-    draws: Draws | None = current()
-    with contextlib.nullcontext() if draws is None else drawing(draws.part()):
+    draws = current()
+    with drawing(draws.part()) if isinstance(draws, Draws) else contextlib.nullcontext():
         module.initialize_parameters(*args, **kwargs)
 
 

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from pipert import Pipe, is_recomputing
+from pipert.layers import cpu_draws
 from pipert.layers.drawing import _DETERMINISTIC, may_draw
 from tests.layers import Apply
 from tests.pipes import pipe_of_layers
@@ -657,3 +658,31 @@ def test_compiled_layers_draw_the_same_in_a_recomputation(
         (grad,) = torch.autograd.grad(y.sum(), x)
     assert torch.equal(grad, y)
     assert 0 < (y == 0).sum() < y.numel()
+
+
+def test_a_block_that_forks_the_state_in_a_backward_leaves_the_default_generator_alone() -> None:
+    """So that several threads may recompute checkpoints at once, in the backward of a call."""
+    cpu_draws.prepare()
+    default: Any = torch.default_generator
+    before, other = default.get_state(), torch.Generator().manual_seed(7)
+    found: list[Any] = []
+
+    class Forking(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
+            with torch.random.fork_rng(devices=[]):
+                torch.set_rng_state(other.get_state())
+                found.append(torch.rand(3))
+                found.append(default.get_state())
+            found.append(torch.get_rng_state())
+            return dy
+
+    x = torch.ones(1, requires_grad=True)
+    torch.autograd.backward(Forking.apply(x))  # type: ignore[no-untyped-call]
+    drawn, *states = found
+    assert torch.equal(drawn, torch.rand(3, generator=other))
+    assert all(torch.equal(state, before) for state in (*states, default.get_state()))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from pipert.layers.effects import sampled
 from pipert.skip.routes import PartitionSkips, routes
 from pipert.skip.store import of_task
 from tests.simulated_gpus.simulation import Simulation
@@ -49,6 +50,8 @@ class Alone(NamedTuple):
     """Peak of a backward that creates ``.grad``, which is counted here."""
     step: int
     """Peak of a backward that returns the gradients of all weights at once."""
+    samples: int
+    """Bytes of two samples of each output: a forward and its recomputation are compared by them."""
 
     @property
     def given(self) -> int:
@@ -132,8 +135,12 @@ class _Probe:
         weights = list(self.layers.parameters())
         return Alone(
             nbytes(weights), max([w.nbytes for w in weights], default=0), self._sources(), sizes,
-            unsaved, saved, forward, quiet, backward, first, step,
+            unsaved, saved, forward, quiet, backward, first, step, self._samples(),
         )  # fmt: skip
+
+    def _samples(self) -> int:
+        values = [one.values for y in self.outputs for one in sampled(y.requires_grad_())]
+        return 2 * nbytes([one for one in values if one is not None])
 
     def _sources(self) -> dict[int, int]:
         sources = [self.j - 1, *(s for _, s in self.skips.arriving)]

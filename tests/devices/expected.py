@@ -14,6 +14,9 @@ on a copy of the inputs. B of a step has the gradients of all weights of the par
 sums, because torch returns them together. They are added in place, but for each weight's second
 one: others may have the memory of the first, so there are three of one weight at that moment.
 
+Samples of what checkpointed micro-batches returned, at most two kilobytes an output, may come on
+top until the end.
+
 Values *in transit* come on top: outputs that the next device has not copied yet, and gradients. In
 lockstep an output for partition k leaves k - j ticks after it was made, and its gradient arrives
 the same number of ticks before it is needed. This is the difference between the two bounds.
@@ -76,7 +79,8 @@ def for_each(setting: Setting, part: Alone, j: int, n: int, of_loss: int) -> Bou
         kept += of_loss  # the loss is not recomputed
     least = rows // setting.m + kept
     more = (part.sent + of_loss * (j == n - 1)) if setting.way == "backward" else 0
-    return Bounds(least, least + more + NUMBERS)
+    samples = _samples(setting, part, j == n - 1)
+    return Bounds(least, least + more + samples + NUMBERS)
 
 
 def bounds(setting: Setting, parts: Sequence[Alone], j: int, of_loss: int) -> Bounds:
@@ -90,7 +94,14 @@ def bounds(setting: Setting, parts: Sequence[Alone], j: int, of_loss: int) -> Bo
     # Where the partition ran alone, the gradients of its outputs stayed to the end. So did the
     # graph of the loss, which a step goes through before that of a recomputation.
     gone = of_loss if is_last and setting.way != "backward" and setting.mode != "never" else 0
-    return Bounds(most - part.sent - gone, most + _in_transit(setting, parts, j))
+    samples = setting.m * _samples(setting, part, is_last)
+    return Bounds(most - part.sent - gone, most + _in_transit(setting, parts, j) + samples)
+
+
+def _samples(setting: Setting, part: Alone, is_last: bool) -> int:
+    if setting.mode == "never":
+        return 0
+    return 2 * 256 * 4 if is_last else part.samples  # there, the loss is part of the outputs
 
 
 def _tasks(setting: Setting, part: Alone, alive: int, of_loss: int) -> Iterator[int]:
