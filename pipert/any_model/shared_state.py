@@ -25,6 +25,7 @@ from torch import nn
 
 from pipert._torch import forward_pre_hooks
 from pipert.errors import SharedStateWarning
+from pipert.layers.buffers import original_of
 from pipert.layers.modules import modules_of
 from pipert.layers.place import Place
 
@@ -175,7 +176,7 @@ def _fingerprint(value: Any, depth: int = _MAX_DEPTH) -> Any:
             return _SameObject(value), len(value)
         items = _items(value) if kind in _MAPPINGS else list(value)
         return kind, [_fingerprint(item, depth - 1) for item in items]
-    return _SameObject(value)
+    return _SameObject(original_of(value))
 
 
 class _SameObject:

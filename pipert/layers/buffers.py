@@ -22,7 +22,7 @@ from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from operator import setitem
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -112,10 +112,20 @@ class Buffers:
         if found is None:
             with torch.no_grad():
                 found = self._copies[id(buffer)] = buffer, buffer.clone()
+            setattr(found[1], _ORIGINAL, ref(buffer))
         return found[1]
 
     def __repr__(self) -> str:
         return f"<Buffers of {len(self._modules)} modules>"
+
+
+_ORIGINAL = "pipert_original"
+
+
+def original_of(value: Any) -> Any:
+    """Return the buffer that a layer has ``value`` in place of while it is recomputed."""
+    original = getattr(value, _ORIGINAL, None) if isinstance(value, Tensor) else None
+    return value if original is None else original()
 
 
 def _version(buffer: Tensor | None) -> int:

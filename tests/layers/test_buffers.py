@@ -195,3 +195,12 @@ def test_gradients_and_statistics_are_those_of_the_plain_module(kind: str, way: 
         (mean(plain(part), None) / 2).backward()
     same(grads_of(module), grads_of(plain))
     same(dict(module.named_buffers()), dict(plain.named_buffers()), rtol=0, atol=0)
+
+
+def test_what_a_layer_has_in_place_of_a_buffer_leads_to_it() -> None:
+    norm = nn.BatchNorm1d(3)
+    seen: list[Any] = []
+    buffers.Buffers([norm]).put_aside(lambda: seen.append(norm.running_mean))
+    assert seen[0] is not norm.running_mean
+    assert buffers.original_of(seen[0]) is norm.running_mean
+    assert buffers.original_of(norm) is norm
