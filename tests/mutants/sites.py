@@ -48,6 +48,7 @@ REASONS = {
         "recorder.during(WAIT, i, place.j, place.device)",
     ): "on CPU alone, by the process's clock",
     ("pipert/stage/copies.py", "self.stream(i)"): "the waits on it have mutants",
+    ("pipert/layers/cpu_draws.py", "fork_rng(*args, **kwargs)"): "torch's own, called through",
     (
         "pipert/any_model/model_actions.py",
         "notifier.recorded(action, stage.place.device)",
