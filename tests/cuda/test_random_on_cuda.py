@@ -147,8 +147,8 @@ class Model(nn.Module):
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Dropout()) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            if float(torch.rand(())) < 0.8:
+        for k, layer in enumerate(self.layers):
+            if k == 2 or float(torch.rand(())) < 0.8:  # the cut is always called
                 x = F.dropout(layer(x), 0.2, self.training)
         return x
 
