@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipert._torch import call_after_backward, is_shared
+from pipert._torch import call_after_backward
 from pipert._typing import Tensors
 from pipert.autograd import streams
 from pipert.autograd.function import applied
@@ -40,10 +40,9 @@ class _Copy(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         given = tuple(grad for grad in grads if grad is not None)
         reader = ctx.back[1]
-        # A gradient whose memory autograd passes to another node as well may be added to in place
-        # there while the copy still reads it, if the copy was made late in its partition, so that
-        # its backward comes early. A hook on this node, such as a recording's, counts as a node.
-        if reader is not None and any(map(is_shared, given)):
+        # Autograd may pass the memory of a gradient to another node as well, which may add to it in
+        # place while the copy still reads it.
+        if reader is not None and given:
             given = tuple(map(Tensor.clone, given))
             streams.wait(reader, streams.compute_stream(given[0].device))
         moved = streams.copy(given, *ctx.back)
