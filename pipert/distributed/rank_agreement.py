@@ -23,8 +23,8 @@ from pipert.schedules.action import FORWARD, Action
 
 __all__ = ["RankError"]
 
-_SHORT = 4096  # bytes of data that the first message has room for
-_HEAD = 8  # bytes that hold the size of the data
+_SIZE = 4096  # bytes of a first message; what it has no room for is in a second one
+_HEAD = 8  # of these hold the size of the data
 
 
 class RankError(PipertError):
@@ -141,7 +141,7 @@ class Agreement:
         """Gather an object from each rank: short ones in one collective, and without NumPy."""
         data = pickle.dumps(own)
         message = len(data).to_bytes(_HEAD) + data
-        size = _HEAD + _SHORT
+        size = _SIZE
         while True:
             arrived = [bytearray(size) for _ in self.ranks]
             sent = _tensor(message[:size].ljust(size))
@@ -154,17 +154,20 @@ class Agreement:
 
     def send(self, data: bytes, rank: int, tag: int) -> list[dist.Work]:
         """Send bytes to one rank, which receives them by the same ``tag``; do not wait for it."""
-        messages = len(data).to_bytes(_HEAD), data
-        sent = [dist.isend(_tensor(each), rank, self._group, tag) for each in messages]
+        message = len(data).to_bytes(_HEAD) + data
+        parts = message[:_SIZE].ljust(_SIZE), message[_SIZE:]
+        sent = [dist.isend(_tensor(part), rank, self._group, tag) for part in parts if part]
         return [work for work in sent if work is not None]
 
     def receive(self, rank: int, tag: int) -> bytes:
         """Receive the bytes that a rank sends."""
-        size = bytearray(_HEAD)
-        dist.recv(_tensor(size), rank, self._group, tag)
-        data = bytearray(int.from_bytes(size))
-        dist.recv(_tensor(data), rank, self._group, tag)
-        return bytes(data)
+        first = bytearray(_SIZE)
+        dist.recv(_tensor(first), rank, self._group, tag)
+        end = _HEAD + int.from_bytes(first[:_HEAD])
+        rest = bytearray(max(0, end - _SIZE))
+        if rest:
+            dist.recv(_tensor(rest), rank, self._group, tag)
+        return bytes(first + rest)[_HEAD:end]
 
     def __repr__(self) -> str:
         return f"<Agreement of ranks {self.ranks}>"

@@ -46,6 +46,7 @@ def test_no_table_hides_what_another_missed(
         monkeypatch.setattr(program, name, table(MISSED if missing == k else HELD, columns))
     if benchmark == "overhead":
         monkeypatch.setattr(program, "check_counter", lambda _: "")
+        monkeypatch.setattr(program, "cost_of_check", table(HELD, 5))
     else:
         monkeypatch.setattr(program, "steadiness", table(HELD, 4))
     assert program.main(["--check"]) == (missing is not None)
