@@ -57,6 +57,11 @@ def check(case: Case) -> None:
             found = in_pipe(case)
             expected = reference(case, found)
     except Exception as error:
+        if "returned nan values" in str(error) and any(step.anomaly for step in case.steps):
+            # The training has diverged, and anomaly detection says so. Without it, the pipe must
+            # arrive at the same values, nan included.
+            steps = tuple([dataclasses.replace(step, anomaly=False) for step in case.steps])
+            return check(dataclasses.replace(case, steps=steps))
         raise Failure("raised", "".join(traceback.format_exception(error))) from error
     finally:
         synchronize()
