@@ -230,11 +230,12 @@ class Loss:
     def gradient_of(self, i: int, loss: Tensor) -> Tensor:
         """Return the gradient with which the backward of micro-batch ``i``'s loss begins."""
         factor: Any = self._scale
+        dtype = torch.promote_types(loss.dtype, torch.float32)  # what half precision cannot hold
         if isinstance(factor, Tensor):
-            factor = factor.to(loss.device)
+            factor = factor.to(loss.device, dtype)
         factor = factor * self._shares[i]
         if isinstance(self._denominator, Tensor):
-            denominator = self._denominator.to(loss.device)
+            denominator = self._denominator.to(loss.device, dtype)
             factor = factor / (denominator + (denominator == 0))
         elif self._denominator:  # where nothing counts, the gradients are those of the sum: zeros
             factor = factor / self._denominator

@@ -74,7 +74,7 @@ def check(case: Case) -> None:
         # from several micro-batches it becomes a tensor made inside.
         for one in (found, expected):
             one.values = [(name, v) for name, v in one.values if "inference mode" not in name]
-    _compare(found, expected, 0.02 if case.autocast else 4e-6)
+    _compare(found, expected, 0.02 if case.autocast else 1e-6)
 
 
 def _compare(found: Found, expected: Found, tolerance: float) -> None:

@@ -140,7 +140,7 @@ MAKERS: dict[str, Callable[[], list[nn.Module]]] = {
     "detach": lambda: [Apply(torch.detach)],
     "none": lambda: [Apply(lambda x: [None, (x,)]), Apply(lambda value: value[1][0] + 1)],
     "integers": lambda: [
-        Apply(lambda x: (x, (x * 4).long(), x > 0)),
+        Apply(lambda x: (x, (x * 4 + 0.3).long(), x > 0.1)),  # seldom near a jump, unlike 0
         Apply(lambda value: torch.where(value[2], value[0], value[1])),
     ],
     "ignores": lambda: [Ignores()],

@@ -84,7 +84,7 @@ def test_loss_and_gradients_are_those_of_the_mean_over_counted_rows(
 @pytest.mark.multi_gpu
 @pytest.mark.parametrize("there", ["cpu", "cuda:0", "cuda:1"])
 def test_a_denominator_may_be_on_any_device_and_changed_afterwards(there: str) -> None:
-    model, (x, target) = a_model(), padded(0, 1, 2)
+    model, (x, target) = a_model(), padded(0, 1)
     expected = plain(model, x, target)
     count = number_of(target).to(there)
     with Pipe(model, [2, 3], devices=["cuda:0", "cuda:1"], chunks=CHUNKS) as pipe:
