@@ -78,7 +78,7 @@ OF_RUNS = [
         "an interrupted call returns while tasks of its run are still executing (R2)",
         "if not self._wait(run, posting, threads, 0.0 if interrupts > 1 else timeout):",
         "if False:",
-        ("tests/test_runtime.py",),
+        ("tests/test_runtime.py", "tests/faults/test_interrupts.py"),
     ),
     Mutant(
         "except-last-of-those-asked-for", "pipert/pipes/pipelined.py",
