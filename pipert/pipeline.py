@@ -119,6 +119,9 @@ class ModulePipe(Pipelined):
     def _entry_module(self) -> nn.Module:
         return self.module
 
+    def _refuse_function(self) -> None:
+        """Refuse nothing: the model's own code runs for each micro-batch."""
+
     def close(self, timeout: float | None = None) -> None:
         seconds = self._timeout if timeout is None else check_timeout(timeout)
         try:

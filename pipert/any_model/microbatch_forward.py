@@ -81,7 +81,7 @@ class MicroBatchForward:
         self.thread: WorkerThread | None = None
         self.was_broken_off = True
         self._context = model_run.run.context
-        self._module = model_run.module
+        self._function = model_run.run.function or model_run.module
         self._layers = model_run.layers
         self._n = model_run.run.plan.n
         self._x = x
@@ -166,7 +166,8 @@ class MicroBatchForward:
 
     def _forward(self, x: Value) -> Value:
         """Call the model, go on to the last partition, and return the output."""
-        y = self._module(*x.args, **x.kwargs) if isinstance(x, Arguments) else self._module(x)
+        function = self._function
+        y = function(*x.args, **x.kwargs) if isinstance(x, Arguments) else function(x)
         if self.j < self._n - 1:
             self._go_on_to(self._n - 1)
         self._current_stage()

@@ -17,8 +17,8 @@ from pipert.balance.by_cost import balance_by_cost, check_partitions
 from pipert.balance.by_time import medians
 from pipert.balance.call_times import block_times
 from pipert.balance.probe import measuring_device
+from pipert.batch.microbatch import arguments_of
 from pipert.layers.compiling import is_compiled_itself
-from pipert.model.calls import arguments_of
 from pipert.model.cuts import is_called, layers_of
 
 __all__: list[str] = []

@@ -9,12 +9,13 @@ kind:
 * an object that hides rows, such as a NumPy array, or one that holds tensors but is not registered
   as a pytree, is refused: each micro-batch would silently get the rows of all micro-batches.
 
-There are ``min(chunks, batch size)`` micro-batches, whose sizes differ by at most one.
+There are ``min(chunks, batch size)`` micro-batches, whose sizes differ by at most one. With one
+chunk, and of micro-batches that are :func:`ready`, nothing is split, so rows do not matter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -85,6 +86,32 @@ class _Scatter(torch.autograd.Function):
         return torch.cat(parts), None
 
 
+def arguments_of(microbatch: Any) -> Arguments:
+    """Return the arguments that a micro-batch stands for.
+
+    A mapping holds keyword arguments, a tuple positional ones; anything else is the only argument.
+    """
+    if isinstance(microbatch, Arguments):
+        return microbatch
+    if isinstance(microbatch, Mapping):
+        return Arguments((), dict(microbatch))
+    return Arguments(microbatch if isinstance(microbatch, tuple) else (microbatch,))
+
+
+def ready(microbatches: Iterable[Any], what: str = "microbatches") -> Iterator[Any]:
+    """Return the micro-batches that are given ready, or their targets, in containers of ours.
+
+    Raises:
+        TypeError: they are one batch, or no iterable.
+    """
+    if isinstance(microbatches, Tensor | Mapping | str) or not isinstance(microbatches, Iterable):
+        raise TypeError(
+            f"{what} must be an iterable with one entry for each micro-batch, such as a list of "
+            f"dicts, got {type(microbatches).__qualname__}"
+        )
+    return (pytree.tree_unflatten(*flatten(each, is_whole)) for each in microbatches)
+
+
 def scatter(args: tuple[Any, ...], kwargs: dict[str, Any], chunks: int) -> list[Value]:
     """Split a call's arguments into at most ``chunks`` micro-batches.
 
@@ -96,7 +123,7 @@ def scatter(args: tuple[Any, ...], kwargs: dict[str, Any], chunks: int) -> list[
 def scatter_with_sizes(
     args: tuple[Any, ...], kwargs: dict[str, Any], chunks: int
 ) -> tuple[list[Value], list[int]]:
-    """Like :func:`scatter`; also return each micro-batch's number of rows: 1 without tensors."""
+    """Like :func:`scatter`; also return each micro-batch's number of rows: 1 if it is unknown."""
     leaves, spec = flatten((args, kwargs), is_whole)
     batch: int | None = None
 
@@ -107,7 +134,7 @@ def scatter_with_sizes(
         root = "args" if found.startswith("[0]") else "kwargs"
         return (root + found[3:]).replace(f"kwargs[{TARGET!r}]", "target", 1)
 
-    for k, leaf in enumerate(leaves):
+    for k, leaf in enumerate(leaves if chunks > 1 else ()):
         if not isinstance(leaf, Tensor):
             _refuse_hidden_rows(path, k, leaf)
         elif leaf.dim() > 0:

@@ -13,7 +13,8 @@ Guarantees:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 
 import torch
@@ -35,7 +36,6 @@ from pipert.schedules.plan import Plan, plan_call
 from pipert.skip import store
 from pipert.stage.assembly import Model
 from pipert.stage.run import Run
-from pipert.stage.stage import Stage
 from pipert.stage.step import Step
 from pipert.stage.step_boundary import leaf_inputs
 from pipert.status import Statistics
@@ -49,6 +49,9 @@ __all__: list[str] = []
 # all context variables. An object represents each runtime: a graph keeps its context, and would
 # keep the runtime.
 _inside: ContextVar[tuple[object, ...]] = ContextVar("pipert_inside", default=())
+
+
+Function = Callable[..., Value] | None
 
 
 class Runtime:
@@ -78,6 +81,7 @@ class Runtime:
         recomputed: int,
         stats: DeferredStats | None = None,
         timeout: float | None = None,
+        function: Function = None,
     ) -> list[Value]:
         """Compute all micro-batches forward; return the last partition's outputs.
 
@@ -86,15 +90,60 @@ class Runtime:
             recomputed: the number of micro-batches, from the first, that are checkpointed.
             stats: where running statistics are noted, if they are deferred.
             timeout: seconds after which the call gives up.
+            function: runs for each micro-batch in place of the model, and calls it or parts of it.
         """
         begin_numbers(len(inputs))  # so what the caller does next goes backward before turns
         plan = plan_call(len(inputs), len(self.devices), self.workers, recomputed)
         threads = self._threads()
         with self.counters.open(plan) as notifier:
-            run = self._new_run(plan, notifier)
-            self._execute(run, self.model.assemble(run, inputs, None, stats), threads, timeout)
+            run = self._new_run(plan, notifier, function)
+            posting = Posting(self.model.assemble(run, inputs, None, stats), self.pool.put)
+            self._execute(run, posting, threads, timeout)
             notifier.outcome = "succeeded"
             return run.outputs
+
+    def map(
+        self, values: Iterable[Value], recomputed: int, timeout: float | None
+    ) -> Iterator[Value]:
+        """Compute micro-batches forward as they come; yield their outputs in order.
+
+        Each is a run of its own. As many are in flight as keep all partitions busy; when the
+        iterator is closed, or fails, the others are cancelled. Arguments are as in :meth:`call`.
+        """
+        in_flight = deque[Generator[Value, None, None]]()
+        try:
+            for x in values:
+                in_flight.append(self._begun(x, recomputed, timeout))
+                next(in_flight[-1])
+                if len(in_flight) > 2 * len(self.devices):
+                    yield next(in_flight.popleft())
+            while in_flight:
+                yield next(in_flight.popleft())
+        finally:
+            for begun in in_flight:
+                begun.close()
+
+    def _begun(
+        self, x: Value, recomputed: int, timeout: float | None
+    ) -> Generator[Value, None, None]:
+        """Begin the run of one micro-batch, yield nothing; wait for it, yield its output."""
+        begin_numbers(1)
+        plan = plan_call(1, len(self.devices), self.workers, recomputed)
+        threads = self._threads()
+        with self.counters.open(plan) as notifier:
+            run = self._new_run(plan, notifier)
+            posting = Posting(self.model.assemble(run, [x], None, None), self.pool.put)
+            del x
+            self.waiting.post(posting)
+            try:
+                yield None
+            except GeneratorExit:
+                run.outcome.cancel()
+                raise
+            finally:
+                self._execute(run, posting, threads, timeout)
+            notifier.outcome = "succeeded"
+            yield run.outputs.pop()
 
     def step(
         self,
@@ -103,6 +152,7 @@ class Runtime:
         step: Step,
         stats: DeferredStats | None = None,
         timeout: float | None = None,
+        function: Function = None,
     ) -> Tensor:
         """Compute all micro-batches forward and backward, and add their gradients to ``.grad``.
 
@@ -114,10 +164,10 @@ class Runtime:
             step.inputs = [differentiable(x)[0] for x in inputs]
             pairs = zip(inputs, step.inputs, strict=True)
             leaves = [leaf_inputs(x) if xs else x for x, xs in pairs]
-            run = self._new_run(plan, notifier)
+            run = self._new_run(plan, notifier, function)
             run.effects = Effects(at_end=True)
             stages = self.model.assemble(run, leaves, step, stats)
-            self._execute(run, stages, threads, timeout)
+            self._execute(run, Posting(stages, self.pool.put), threads, timeout)
             try:
                 run.effects.check()
                 step.check()
@@ -138,7 +188,7 @@ class Runtime:
             )
         return self.waiting.threads()
 
-    def _new_run(self, plan: Plan, notifier: Notifier) -> Run:
+    def _new_run(self, plan: Plan, notifier: Notifier, function: Function = None) -> Run:
         on_cuda = {device for device in self.devices if device.type == "cuda"}
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             on_cuda.update(devices_with_own_streams())  # arguments and targets may be anywhere
@@ -147,13 +197,12 @@ class Runtime:
         context.set_variable(store.of_task, store.NEW)
         if on_cuda:
             self._streams.follow_the_caller(on_cuda)
-        return Run(plan, self.devices, context, self._streams, notifier)
+        return Run(plan, self.devices, context, self._streams, notifier, function)
 
     def _execute(
-        self, run: Run, stages: Sequence[Stage], threads: list[WorkerThread], timeout: float | None
+        self, run: Run, posting: Posting, threads: list[WorkerThread], timeout: float | None
     ) -> None:
         """Execute ``run``; raise its failure, if any."""
-        posting = Posting(stages, self.pool.put)
         try:
             with paused():
                 self.waiting.execute(run, posting, threads, timeout)

@@ -79,12 +79,16 @@ class Waiting:
         workers = self.workers() if numbers else ()
         return [w for w in workers if w.doing is not None and w.doing.run in numbers]
 
+    def post(self, posting: Posting) -> None:
+        """Let the clock post a run, which :meth:`execute` must follow."""
+        self._pool.put(self._clock, posting)
+
     def execute(
         self, run: Run, posting: Posting, threads: list[WorkerThread], timeout: float | None
     ) -> None:
         """Post the run and wait for it."""
         try:
-            self._pool.put(self._clock, posting)
+            self.post(posting)  # once, if it was posted before
             if self._wait(run, posting, threads, timeout):
                 return
             error = self.timed_out("a call of the pipe was not over", timeout)
@@ -156,7 +160,7 @@ class Waiting:
                         "interrupt a third time"
                     )
                 # Again, since it is unknown how far the interrupted call came. It posts once.
-                self._pool.put(self._clock, posting)
+                self.post(posting)
                 if not self._wait(run, posting, threads, 0.0 if interrupts > 1 else timeout):
                     self._give_up(run, posting)
                     if not is_told:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from pipert._typing import Value
-from pipert.batch.microbatch import Arguments
+from pipert.batch.microbatch import Arguments, arguments_of
 from pipert.batch.tensors import tensors_of
 from pipert.layers.intercepted import Interceptor, here, intercept, release
 from pipert.layers.modules import modules_of
@@ -63,18 +63,6 @@ class _FirstCalls:
         if module in self._names:  # others belong to a pipe
             self.found.setdefault(self._names[module])
         return call(*args, **kwargs)
-
-
-def arguments_of(example: Value) -> Arguments:
-    """Return the arguments that an example stands for.
-
-    A mapping holds keyword arguments, a tuple positional ones; anything else is the only argument.
-    """
-    if isinstance(example, Arguments):
-        return example
-    if isinstance(example, Mapping):
-        return Arguments((), dict(example))
-    return Arguments(example if isinstance(example, tuple) else (example,))
 
 
 def settled(value: Value, device: torch.device) -> Value:

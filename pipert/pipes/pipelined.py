@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Self
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from pipert._typing import Value
 from pipert.batch.joining import gather
-from pipert.batch.microbatch import scatter_with_sizes
+from pipert.batch.microbatch import arguments_of, as_value, ready, scatter_with_sizes
 from pipert.engine.runtime import Runtime
 from pipert.engine.timeout import still_busy
 from pipert.errors import PipelineTimeout
@@ -26,7 +26,16 @@ from pipert.model.settings import check_timeout, refuse_keywords_of
 from pipert.observe.observers import Observer
 from pipert.schedules.plan import BOUNDED, Schedule, maker_of, plan, recomputed
 from pipert.stage.assembly import Model
-from pipert.stage.loss import LossFunction, denominator_of, scale_of, split_step
+from pipert.stage.loss import (
+    LossFunction,
+    StepFunction,
+    check_step,
+    denominator_of,
+    loss_of,
+    ready_batch,
+    scale_of,
+    split_batch,
+)
 from pipert.stage.step import Step
 from pipert.status import Statistics
 from pipert.timeline.timeline import Timeline, record
@@ -111,6 +120,34 @@ class Pipelined(Placed):
             stats.commit()
         return outputs
 
+    def map(
+        self, microbatches: Iterable[Any], *, timeout: float | None = None
+    ) -> Iterator[Value]:
+        """Run micro-batches as they come, such as a whole data set; yield their outputs in order.
+
+        Partitions are busy with the next ones while the last are on their way, so that the pipe
+        drains once, at the end. At most ``2 n + 1`` are in flight. Each is a call of its own.
+
+        >>> with torch.no_grad():  # doctest: +SKIP
+        ...     found = [y.argmax(-1).cpu() for y in pipe.map(batch["x"] for batch in loader)]
+
+        Args:
+            microbatches: as in :meth:`forward_backward`; read as needed. If that raises, or the
+                iterator is closed, those in flight are cancelled.
+            timeout: as in :meth:`forward`, for each of them.
+
+        Raises:
+            TypeError: ``microbatches`` is one batch, or no iterable.
+            Exception: as :meth:`forward`.
+        """
+        refuse_compilation()
+        refuse_transforms()
+        seconds = self._timeout if timeout is None else check_timeout(timeout)
+        values = (as_value(*arguments_of(each)) for each in ready(microbatches))
+        if not self._partitions:
+            return values
+        return self._runtime.map(values, recomputed(self.checkpoint, 1), seconds)
+
     def record(self) -> AbstractContextManager[Timeline]:
         """Record what each device does in the calls that begin inside the block.
 
@@ -174,6 +211,8 @@ class Pipelined(Placed):
         *args: Any,
         loss_fn: LossFunction | None = None,
         target: Value = None,
+        microbatches: Iterable[Any] | None = None,
+        step: StepFunction | None = None,
         schedule: str | Schedule = "1f1b",
         reduction: str = "mean",
         denominator: float | Tensor | None = None,
@@ -203,7 +242,13 @@ class Pipelined(Placed):
             **kwargs: likewise.
             loss_fn: required; called with the output and the target of each micro-batch, on the
                 last worker; returns a tensor of one element.
-            target: any pytree; split like the arguments, and moved to the last device.
+            target: any pytree; split like the arguments, and moved to the last device. Of
+                ``microbatches`` an iterable with one target for each.
+            microbatches: micro-batches that are ready, in place of arguments: an iterable with a
+                dict of keyword arguments for each, a tuple of positional ones, or a single one.
+                Nothing is split, so each may have shapes of its own; the mean is over their losses.
+            step: in place of ``loss_fn``, only for :func:`pipert.pipeline`: called with each
+                micro-batch, calls the model, and returns the loss, or a pair of it and an output.
             schedule: ``'1f1b'`` (default); ``'eager-1f1b'``, which keeps the activations of
                 ``2 * (n - j) - 1`` micro-batches and waits for no copies; ``'interleaved'``, for
                 devices with several partitions; ``'gpipe'``, which fills and drains; or a function,
@@ -220,7 +265,8 @@ class Pipelined(Placed):
 
         Returns:
             The loss of the mini-batch, unscaled and without a graph, on the last device; with
-            ``return_outputs`` a pair of it and what :meth:`forward` would return, without a graph.
+            ``return_outputs`` a pair of it and what :meth:`forward` would return, without a graph;
+            of ``microbatches`` a list with the output of each.
 
         Raises:
             ValueError: as :meth:`forward`; or the schedule or the reduction is unknown.
@@ -232,26 +278,46 @@ class Pipelined(Placed):
         refuse_compilation()
         refuse_transforms()
         seconds = self._timeout if timeout is None else check_timeout(timeout)
-        keywords = {"loss_fn": loss_fn, "target": target, "timeout": timeout}
+        keywords = {
+            "loss_fn": loss_fn, "target": target, "microbatches": microbatches, "step": step,
+            "timeout": timeout,
+        }  # fmt: skip
         refuse_keywords_of(self._entry_module(), keywords, len(args))
         if not self._partitions:
             raise ValueError("a pipe without layers has nothing to go backward through")
         last = self._devices[-1:]
-        inputs, loss = split_step(
-            args, kwargs, target, self._chunks, loss_fn, reduction,
+        if step is not None:
+            self._refuse_function()
+        function = check_step(loss_fn, reduction, step, target)
+        if microbatches is None:
+            batch = split_batch(args, kwargs, target, self._chunks)
+        else:
+            batch = ready_batch(microbatches, target, [*args, *kwargs])
+        inputs = batch.inputs
+        if step is None and microbatches is not None:
+            inputs = [as_value(*arguments_of(each)) for each in inputs]
+        loss = loss_of(
+            function, batch.targets, batch.sizes, reduction,
             denominator_of(denominator, last), scale_of(loss_scale, last),
         )  # fmt: skip
         m, n = len(inputs), len(self._partitions)
         chosen = self._checkpoint or ("never" if maker_of(schedule) in BOUNDED else "except_last")
         checkpointed = recomputed(chosen, m)
         planned = plan(schedule, m, n, self._runtime.workers, checkpointed)
-        step = Step(loss, return_outputs)
+        run_step = Step(loss, return_outputs)
         deferred = self._deferred_batch_norm
         stats = DeferredStats(self._batch_norm_groups()) if deferred else None
-        total = self._runtime.step(inputs, planned, step, stats, seconds)
+        total = self._runtime.step(inputs, planned, run_step, stats, seconds, step)
         if stats is not None:
             stats.commit()
-        return (total, step.output) if return_outputs else total
+        return (total, run_step.output) if return_outputs else total
+
+    def _refuse_function(self) -> None:
+        """Refuse a ``step``, unless the model's own code runs for each micro-batch."""
+        raise TypeError(
+            "step calls the model as a whole, which a Pipe has cut into layers; make the pipe with "
+            "pipert.pipeline(module, cuts), or give loss_fn"
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the threads: a copy starts its own."""

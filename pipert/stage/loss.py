@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from pipert._typing import Value
-from pipert.batch.microbatch import TARGET, as_value, scatter_with_sizes
+from pipert.batch.microbatch import TARGET, as_value, ready, scatter_with_sizes
 from pipert.batch.tensors import describe
 from pipert.errors import add_note
 from pipert.layers.place import Place
@@ -26,60 +26,104 @@ LossFunction = Callable[[Any, Any], Tensor]
 """Takes the output and the target of a micro-batch; returns its loss."""
 
 
-def split_step(
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    target: Value,
-    chunks: int,
-    function: LossFunction | None,
-    reduction: str,
-    denominator: float | Tensor | None,
-    scale: float | Tensor,
-) -> tuple[list[Value], Loss]:
-    """Return the micro-batches of a step, and the loss of their mini-batch.
+StepFunction = Callable[..., Any]
+"""Takes a micro-batch, calls the model, and returns its loss, or a pair of it and an output."""
+
+
+class Batch(NamedTuple):
+    """The micro-batches of a step."""
+
+    inputs: list[Any]
+    targets: Sequence[Value]
+    sizes: Sequence[int]
+    """The numbers of rows; empty if the micro-batches came ready, and may have none."""
+
+
+def split_batch(
+    args: tuple[Any, ...], kwargs: dict[str, Any], target: Value, chunks: int
+) -> Batch:
+    """Split the arguments of a step.
 
     Raises:
-        TypeError: ``function`` is missing, or no function.
-        ValueError: arguments and target disagree on the number of rows, or ``reduction`` is
-            unknown.
-        RuntimeError: gradients are disabled.
+        ValueError: arguments and target disagree on the number of rows.
+        TypeError: an argument hides rows that cannot be split.
     """
-    function = check_step(function, reduction)
-    named = {**kwargs, TARGET: target}
-    split, sizes = scatter_with_sizes(args, named, chunks)
+    split, sizes = scatter_with_sizes(args, {**kwargs, TARGET: target}, chunks)
     inputs, targets = [], []
     for micro_batch in split:
         keywords = dict(micro_batch.kwargs)
         targets.append(keywords.pop(TARGET))
         inputs.append(as_value(micro_batch.args, keywords))
-    return inputs, loss_of(function, targets, sizes, reduction, denominator, scale)
+    return Batch(inputs, targets, sizes)
 
 
-def check_step(function: Any, reduction: Any) -> LossFunction:
-    """Return the loss function; refuse what a step cannot begin with, as :func:`split_step`."""
+def ready_batch(microbatches: Iterable[Any], target: Value, given: Sequence[Any]) -> Batch:
+    """Take micro-batches that are ready. They may be ``given`` arguments instead, but not both.
+
+    Raises:
+        TypeError: they are one batch, or no iterable; or there are arguments as well.
+        ValueError: there are none, or another number of targets.
+    """
+    if given:
+        raise TypeError(
+            "give arguments, which are split, or microbatches, which are ready, but not both"
+        )
+    inputs = list(ready(microbatches))
+    if not inputs:
+        raise ValueError("microbatches must have at least one entry, got none")
+    targets = [None] * len(inputs) if target is None else list(ready(target, "target"))
+    if len(targets) != len(inputs):
+        raise ValueError(
+            f"target must have one entry for each of the {len(inputs)} microbatches, has "
+            f"{len(targets)}"
+        )
+    return Batch(inputs, targets, ())
+
+
+def check_step(
+    loss_fn: Any, reduction: Any, step: Any = None, target: Value = None
+) -> LossFunction:
+    """Return the loss function; refuse what a step cannot begin with.
+
+    Raises:
+        ValueError: ``reduction`` is unknown.
+        TypeError: neither it nor a ``step`` is a function, or both are given.
+        RuntimeError: gradients are disabled.
+    """
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction must be 'mean' or 'sum', got {reduction!r}")
-    if function is None:
-        raise TypeError(
-            "loss_fn must be given, and by keyword, like the target: "
-            "pipe.forward_backward(x, target=y, loss_fn=loss_fn); all that is given by position "
-            "goes to the first layer"
-        )
-    if not callable(function):
-        raise TypeError(f"loss_fn must be a function of output and target, got {function!r}")
-    if isinstance(function, type) and issubclass(function, nn.Module):
-        name = function.__qualname__
-        raise TypeError(
-            f"loss_fn must be a function of output and target, got the class {name}; pass an "
-            f"instance of it, as loss_fn={name}()"
-        )
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         raise RuntimeError(
             "forward_backward computes gradients, which are disabled here; call it outside of "
             "torch.no_grad() and torch.inference_mode(), or call the pipe for outputs alone"
         )
-    checked: LossFunction = function
+    if step is not None:
+        if loss_fn is not None or target is not None:
+            raise TypeError("step returns the loss, so it takes no loss_fn and no target")
+        if not callable(step):
+            raise TypeError(f"step must be a function of a micro-batch, got {step!r}")
+        return _returned
+    if loss_fn is None:
+        raise TypeError(
+            "loss_fn must be given, and by keyword, like the target: "
+            "pipe.forward_backward(x, target=y, loss_fn=loss_fn); all that is given by position "
+            "goes to the first layer"
+        )
+    if not callable(loss_fn):
+        raise TypeError(f"loss_fn must be a function of output and target, got {loss_fn!r}")
+    if isinstance(loss_fn, type) and issubclass(loss_fn, nn.Module):
+        name = loss_fn.__qualname__
+        raise TypeError(
+            f"loss_fn must be a function of output and target, got the class {name}; pass an "
+            f"instance of it, as loss_fn={name}()"
+        )
+    checked: LossFunction = loss_fn
     return checked
+
+
+def _returned(loss: Any, _: Value) -> Any:
+    """Return the loss that a step's own function has computed."""
+    return loss
 
 
 def loss_of(
@@ -90,10 +134,11 @@ def loss_of(
     denominator: float | Tensor | None,
     scale: float | Tensor,
 ) -> Loss:
-    """Return the loss of a mini-batch whose micro-batches have ``sizes`` rows."""
-    rows = sum(sizes)
-    adds_up = reduction == "sum" or denominator is not None or not rows
-    shares = [1.0 if adds_up else size / rows for size in sizes]
+    """Return the loss of a mini-batch whose micro-batches have ``sizes`` rows, if they have."""
+    weights = sizes or [1] * len(targets)
+    total = sum(weights)
+    adds_up = reduction == "sum" or denominator is not None or not total
+    shares = [1.0 if adds_up else weight / total for weight in weights]
     return Loss(function, targets, shares, scale, denominator, sizes)
 
 
@@ -166,7 +211,7 @@ class Loss:
     _denominator: float | Tensor | None = None
     """What the sum of all losses is divided by, if it is."""
     sizes: Sequence[int] = ()
-    """The number of rows of each micro-batch."""
+    """The number of rows of each micro-batch; empty if they came ready."""
     is_differentiable: bool = False
     """Whether the loss of any micro-batch requires grad."""
 
@@ -174,7 +219,16 @@ class Loss:
     """Whether the function draws random numbers, or might."""
 
     def __post_init__(self) -> None:
-        self.draws = not _is_functional(self._function)
+        self.draws = not (self.is_returned or _is_functional(self._function))
+
+    @property
+    def is_returned(self) -> bool:
+        """Whether the step's own function returns the loss, maybe with an output."""
+        return self._function is _returned
+
+    @property
+    def _name(self) -> str:
+        return "step" if self.is_returned else "loss_fn"
 
     def compute(self, i: int, place: Place, seed: RunSeed, output: Value, target: Value) -> Tensor:
         """Compute the loss of micro-batch ``i``.
@@ -192,7 +246,8 @@ class Loss:
                 loss = self._function(output, target)
             return self._checked(loss)
         except BaseException as error:
-            add_note(error, partial(_note, i, place, output, target))
+            if not self.is_returned:
+                add_note(error, partial(_note, i, place, output, target))
             raise
 
     def _checked(self, loss: Any) -> Tensor:
@@ -205,10 +260,10 @@ class Loss:
                     "outputs, return_outputs=True"
                 )
             raise TypeError(
-                f"loss_fn must return a tensor of one element, got {describe(loss)}; {remedy}"
+                f"{self._name} must return a tensor of one element, got {describe(loss)}; {remedy}"
             )
         if loss.is_complex():
-            raise TypeError(f"loss_fn must return a real number, got {describe(loss)}")
+            raise TypeError(f"{self._name} must return a real number, got {describe(loss)}")
         self.is_differentiable |= loss.requires_grad
         return loss
 

@@ -32,6 +32,8 @@ class Run:
     context: CallerContext
     streams: CopyStreams
     notifier: Notifier
+    function: Callable[..., Value] | None = None
+    """What runs for each micro-batch in place of the whole of any model."""
     number: int = field(init=False)
     outcome: Outcome = field(init=False)
     seed: RunSeed = field(default_factory=RunSeed)

@@ -36,7 +36,7 @@ class Step:
     """What each micro-batch adds to the loss of the mini-batch, or to its sum."""
     outputs: dict[int, Value] = field(default_factory=dict)
     output: Value = None
-    """The output of the mini-batch, once it is gathered."""
+    """The output of the mini-batch, once it is gathered; a list if micro-batches came ready."""
     inputs: list[Tensors] = field(default_factory=list)
     """For each micro-batch, the differentiable tensors of its input, in the caller's graph."""
     input_gradients: dict[int, Sequence[Tensor | None]] = field(default_factory=dict)
@@ -55,7 +55,7 @@ class Step:
         self._warn_of_some()
         if self.keep_outputs:
             outputs = [self.outputs.pop(i) for i in sorted(self.outputs)]
-            self.output = gather(outputs, self.loss.sizes)
+            self.output = gather(outputs, self.loss.sizes) if self.loss.sizes else outputs
 
     def drop(self) -> None:
         """Drop everything, since nobody waits for it; a task may still be executing."""

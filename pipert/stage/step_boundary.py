@@ -146,9 +146,12 @@ class StepBoundary:
             self.copies.transport.wait(i, target, compute, copied)
         if originals:
             self.gradients.stand_ins.update(zip(differentiable(target)[0], originals, strict=True))
+        output = y
+        if step_loss.is_returned and isinstance(y, tuple) and len(y) == 2:
+            y, output = y
         loss = step_loss.compute(i, self._place, self._seed, y, target)
         if self.step.keep_outputs:
-            self.step.outputs[i] = detached(y)
+            self.step.outputs[i] = detached(output)
         self.step.losses[i] = step_loss.share_of(i, loss.detach())
         return loss if skips is None else Carried(loss, skips)
 

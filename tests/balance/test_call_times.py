@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pipert.balance import by_time
 from pipert.balance.call_times import block_times
-from pipert.model.calls import arguments_of
+from pipert.batch.microbatch import arguments_of
 from tests.spending import CLOCK, spend
 
 CPU = torch.device("cpu")
