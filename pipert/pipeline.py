@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self
 
 from torch import nn
 
 from pipert._torch import STATE_TABLES
-from pipert._typing import Device
+from pipert._typing import Device, Value
 from pipert.any_model.model import AnyModel
+from pipert.any_model.routed import Routed, route
 from pipert.balance.by_calls import choose_cuts
 from pipert.layers.batchnorm import check_batch_norm
+from pipert.layers.compiling import refuse_compilation
 from pipert.model.calls import order_of_calls
 from pipert.model.cuts import check_cuts, homes, homes_outside_of_layers, layers_of
 from pipert.model.device_map import cuts_of_device_map, has_device_map, remove_hooks
@@ -27,6 +29,7 @@ from pipert.model.split import (
 )
 from pipert.pipes.pipelined import Pipelined
 from pipert.skip.verify import declarations
+from pipert.workers.context import refuse_transforms
 
 __all__ = ["ModulePipe", "pipeline"]
 
@@ -40,6 +43,8 @@ class ModulePipe(Pipelined):
     module: nn.Module
     """The model, on its devices. Its parameters are the pipe's. Use it for whatever surrounds
     training, such as ``save_pretrained``."""
+
+    _routed: Sequence[Routed]
 
     _own = Pipelined._own | {"_cuts", "module"}
 
@@ -116,6 +121,30 @@ class ModulePipe(Pipelined):
     def _batch_norm_groups(self) -> Sequence[nn.Module]:
         return [self.module]  # a layer may be called in any partition
 
+    def _start(self) -> None:
+        super()._start()
+        layers = [layer for partition in self._partitions for layer in partition]
+        self.__dict__["_routed"] = route(self.module, layers, self)
+
+    def is_inside(self) -> bool:
+        """Whether the current code runs inside of this pipe."""
+        return self._runtime.is_inside()
+
+    def call_function(
+        self, function: Callable[..., Value], args: Any, kwargs: dict[str, Any], in_one: bool
+    ) -> Value:
+        """Run a mini-batch through ``function``, the ``forward`` of the model or of a part of it.
+
+        Args:
+            function: runs for each micro-batch, and calls layers.
+            args: its arguments, split as in :meth:`forward`.
+            kwargs: likewise.
+            in_one: whether they are one micro-batch instead.
+        """
+        refuse_compilation()
+        refuse_transforms()
+        return self._call(args, kwargs, 1 if in_one else self._chunks, self._timeout, function)
+
     def _entry_module(self) -> nn.Module:
         return self.module
 
@@ -129,6 +158,8 @@ class ModulePipe(Pipelined):
         finally:
             model = self._runtime.model
             assert isinstance(model, AnyModel)
+            for routed in self._routed:
+                routed.remove()
             model.threads.stop()
             self._release()  # a finalizer: runs only once, even if it was interrupted
         if not self._runtime.is_inside():  # else other threads may be waiting for this layer
@@ -154,7 +185,7 @@ class ModulePipe(Pipelined):
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        return {name: value for name, value in state.items() if name != "_release"}
+        return {name: value for name, value in state.items() if name not in ("_release", "_routed")}
 
     def __repr__(self) -> str:
         lines = [f"pipeline of {type(self.module).__qualname__}, {self.extra_repr()}"]

@@ -30,6 +30,8 @@ class Interceptor(Protocol):
 
 class _Thread(threading.local):
     interceptor: Interceptor | None = None
+    is_trial: bool = False
+    """Whether a model is tried out by itself, even if it is in a pipe."""
 
 
 here = _Thread()

@@ -84,13 +84,13 @@ def intercepted(layers: Collection[nn.Module], interceptor: Interceptor) -> Iter
 
     It also receives the calls of layers that any pipe intercepts.
     """
-    before = here.interceptor
+    before = here.interceptor, here.is_trial
     intercept(layers)
-    here.interceptor = interceptor
+    here.interceptor, here.is_trial = interceptor, True
     try:
         yield
     finally:
-        here.interceptor = before
+        here.interceptor, here.is_trial = before
         release(layers)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from pipert._typing import Value
 from pipert.batch.joining import gather
 from pipert.batch.microbatch import arguments_of, as_value, ready, scatter_with_sizes
-from pipert.engine.runtime import Runtime
+from pipert.engine.runtime import Function, Runtime
 from pipert.engine.timeout import still_busy
 from pipert.errors import PipelineTimeout
 from pipert.layers.batchnorm import DeferredStats
@@ -111,11 +111,19 @@ class Pipelined(Placed):
             if len(args) != 1 or kwargs:
                 raise TypeError("a pipe without layers takes one positional argument")
             return args[0]
-        inputs, sizes = scatter_with_sizes(args, kwargs, self._chunks)
+        return self._call(args, kwargs, self._chunks, seconds)
+
+    def _call(
+        self, args: Any, kwargs: dict[str, Any], chunks: int, seconds: float | None,
+        function: Function = None,
+    ) -> Value:  # fmt: skip
+        """Run a mini-batch forward through the model, or through a ``function`` that calls it."""
+        inputs, sizes = scatter_with_sizes(args, kwargs, chunks)
         deferred = self._deferred_batch_norm and not is_recomputing()
         stats = DeferredStats(self._batch_norm_groups()) if deferred else None
         checkpointed = recomputed(self.checkpoint, len(inputs))
-        outputs = gather(self._runtime.call(inputs, checkpointed, stats, seconds), sizes)
+        found = self._runtime.call(inputs, checkpointed, stats, seconds, function)
+        outputs = gather(found, sizes)
         if stats is not None:
             stats.commit()
         return outputs

@@ -1,0 +1,126 @@
+"""Sends calls of a model through its pipe, whoever makes them.
+
+As ``fully_shard(model)`` and accelerate's ``dispatch_model(model)`` do, a pipe changes what a call
+of the *model* does. So trainers, ``generate`` and evaluation harnesses, which hold the model, run
+it in the pipe:
+
+1. An object takes the place of ``forward``, as accelerate's does: libraries call ``forward``
+   itself, and hooks of the model run once for each call.
+2. So do the modules around layers of several partitions, such as the model inside an adapter's, or
+   an encoder that is called on its own: their layers are on several devices, too.
+3. Code that runs inside of the pipe gets the plain ``forward``. So do a copy and a pickled model.
+4. Outputs are on the device of the inputs, as the plain model's would be.
+5. A call with a cache of keys and values is one micro-batch, since the cache belongs to all rows. A
+   model that makes one by default does so only for those who ask, as ``generate`` does.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import types
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from pipert._typing import Value
+from pipert.batch.tensors import tensors_of
+from pipert.layers.intercepted import here
+from pipert.model.cuts import is_called
+
+__all__: list[str] = []
+
+
+class Runs(Protocol):
+    """A pipe, as far as calls of its model need it."""
+
+    def is_inside(self) -> bool:
+        """Whether the current code runs inside of the pipe."""
+
+    def call_function(
+        self, function: Callable[..., Value], args: Any, kwargs: dict[str, Any], in_one: bool
+    ) -> Value:
+        """Run ``function`` on a mini-batch; ``in_one`` micro-batch, or split as usual."""
+
+
+class Routed:
+    """The ``forward`` of a module that calls layers of several partitions.
+
+    Args:
+        module: the module.
+        pipe: its pipe, which so lives as long as the module, or until it is closed.
+    """
+
+    def __init__(self, module: nn.Module, pipe: Runs) -> None:
+        self.__wrapped__ = module.forward  # inspect.signature looks here
+        self._module, self._pipe = module, pipe
+        self._own = module.__dict__.get("forward")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        has_cache = bool(kwargs.get("use_cache")) or kwargs.get("past_key_values") is not None
+        if not has_cache and "use_cache" not in kwargs and self._makes_cache():
+            kwargs["use_cache"] = False  # nobody has asked for it
+        if here.is_trial or self._pipe.is_inside():
+            return self.__wrapped__(*args, **kwargs)
+        given = tensors_of((args, kwargs))[0]
+        y = self._pipe.call_function(self.__wrapped__, args, kwargs, has_cache)
+        return _on(given[0].device, y) if given else y
+
+    def _makes_cache(self) -> bool:
+        """Whether the module, one of transformers, makes a cache unless it is told not to."""
+        config = getattr(self._module, "config", None)
+        text_config = getattr(config, "get_text_config", lambda: config)()
+        if not getattr(text_config, "use_cache", False):
+            return False
+        parameters = inspect.signature(self.__wrapped__).parameters.values()
+        return any(p.name == "use_cache" or p.kind is p.VAR_KEYWORD for p in parameters)
+
+    def put(self) -> None:
+        """Take the place of ``forward``."""
+        self._module.__dict__["forward"] = self
+
+    def remove(self) -> None:
+        """Put the plain ``forward`` back, unless someone has replaced this one."""
+        if self._module.__dict__.get("forward") is self:
+            del self._module.__dict__["forward"]
+            if self._own is not None:
+                self._module.__dict__["forward"] = self._own
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if self._own is not None:
+            return copy.deepcopy(self._own, memo)
+        copied: Any = memo.get(id(self._module), self._module)
+        return types.MethodType(type(copied).forward, copied)
+
+    def __reduce__(self) -> Any:
+        if self._own is not None:
+            return copy.copy, (self._own,)
+        return getattr, (self._module, "forward")  # found on the class while it is unpickled
+
+    def __repr__(self) -> str:
+        return f"<forward of {type(self._module).__name__}, in a pipe>"
+
+
+def route(model: nn.Module, layers: Iterable[nn.Module], pipe: Runs) -> list[Routed]:
+    """Send calls of ``model``, and of the modules around ``layers``, through ``pipe``."""
+    found = [Routed(each, pipe) for each in _around(model, set(layers)) if is_called(each)]
+    for routed in found:
+        routed.put()
+    return found
+
+
+def _around(module: nn.Module, layers: set[nn.Module]) -> Iterator[nn.Module]:
+    yield module
+    if module not in layers:
+        for child in module.children():
+            if child not in layers and not layers.isdisjoint(child.modules()):
+                yield from _around(child, layers)
+
+
+def _on(device: torch.device, y: Value) -> Value:
+    tensors, rebuild = tensors_of(y)
+    if all([tensor.device == device for tensor in tensors]):
+        return y
+    return rebuild(tuple([tensor.to(device) for tensor in tensors]))
