@@ -17,7 +17,13 @@ from pipert.layers.batchnorm import check_batch_norm
 from pipert.layers.compiling import refuse_compilation
 from pipert.model.calls import order_of_calls
 from pipert.model.cuts import check_cuts, homes, homes_outside_of_layers, layers_of
-from pipert.model.device_map import cuts_of_device_map, has_device_map, remove_hooks
+from pipert.model.device_map import (
+    cuts_of_device_map,
+    hand_back,
+    has_device_map,
+    note_device_map,
+    remove_hooks,
+)
 from pipert.model.devices import default_devices, parse_devices
 from pipert.model.settings import check_timeout
 from pipert.model.split import (
@@ -100,9 +106,12 @@ class ModulePipe(Pipelined):
                 "pass the tensors in the model's own code, or make a Pipe"
             )
         place(self._partitions, self._devices)
-        for path, j in homes_outside_of_layers(module, layers, cuts, home_of).items():
+        outside = homes_outside_of_layers(module, layers, cuts, home_of)
+        for path, j in outside.items():
             owner, _, name = path.rpartition(".")
             move(module.get_submodule(owner), name, self._devices[j])
+        homes_of_all = {**home_of, **outside}
+        note_device_map(module, {name: self._devices[j] for name, j in homes_of_all.items()})
 
     @property
     def cuts(self) -> list[str]:
@@ -114,7 +123,7 @@ class ModulePipe(Pipelined):
 
     def _model(self) -> AnyModel:
         model = AnyModel(self.module, self._partitions, self._cuts)
-        self._release = weakref.finalize(self, model.end)
+        self._release = weakref.finalize(self, model.to_end())
         self._release.atexit = False
         return model
 
@@ -158,8 +167,10 @@ class ModulePipe(Pipelined):
         finally:
             model = self._runtime.model
             assert isinstance(model, AnyModel)
-            for routed in self._routed:
-                routed.remove()
+            if self._release.alive:
+                for routed in self._routed:
+                    routed.remove()
+                hand_back(self.module)
             model.threads.stop()
             self._release()  # a finalizer: runs only once, even if it was interrupted
         if not self._runtime.is_inside():  # else other threads may be waiting for this layer

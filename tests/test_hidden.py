@@ -130,11 +130,16 @@ HIDING: dict[str, Callable[[Any], Any]] = {
 each_hiding = pytest.mark.parametrize("make", HIDING.values(), ids=list(HIDING))
 
 
-@pytest.mark.parametrize("chunks", [1, 2])
 @each_hiding
-def test_an_object_that_hides_rows_is_refused(make: Any, chunks: int) -> None:
+def test_an_object_that_hides_rows_is_refused(make: Any) -> None:
     with pytest.raises(TypeError, match=r"kwargs\['extra'\] is a .* cannot split"):
-        scatter((rows(4),), {"extra": make(rows(4))}, chunks)
+        scatter((rows(4),), {"extra": make(rows(4))}, 2)
+
+
+@each_hiding
+def test_one_micro_batch_may_have_any_object_and_any_numbers_of_rows(make: Any) -> None:
+    ((x, three), kwargs), = scatter((rows(4), rows(3)), {"extra": (extra := make(rows(4)))}, 1)
+    assert len(x) == 4 and len(three) == 3 and type(kwargs["extra"]) is type(extra)
 
 
 @each_hiding

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 from torch import nn
 
@@ -50,6 +52,7 @@ class AnyModel:
         self, run: Run, inputs: list[Value], step: Step | None, stats: DeferredStats | None
     ) -> list[Stage]:
         self._refuse_changes()
+        self.layers.refuse_moved(run.devices)
         several = run.plan.m > 1 and run.plan.n > 1
         inspection = self._shared.begin_run() if several else None
         whole = None if stats is None else stats.partitions[0]
@@ -86,7 +89,11 @@ class AnyModel:
                 "first, and make the pipe again: pipert.pipeline(pipe.module, cuts, ...)"
             )
 
-    def end(self) -> None:
-        """Stop intercepting calls, and stop the threads. Called once."""
-        self.threads.stop()
-        release(self.layers)
+    def to_end(self) -> Callable[[], None]:
+        """Return a function that stops the threads and the interception. Keeps no module alive."""
+        return partial(_end, self.threads, weakref.WeakSet(self.layers))
+
+
+def _end(threads: MicroBatchThreads, layers: Iterable[nn.Module]) -> None:
+    threads.stop()
+    release(layers)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pipert.layers.place import describe_layer
 from pipert.model.split import move
@@ -55,6 +55,14 @@ class ModelLayers(dict[nn.Module, ModelLayer]):
             }
         )
         self._called: set[nn.Module] = set()
+        self._placed = list[tuple[Tensor, str, int]]()
+        """One tensor of each layer, and the partition whose device it is on."""
+        seen: set[int] = set()
+        for layer in self.values():
+            tensor = next(layer.module.parameters(), None)
+            if tensor is not None and id(tensor) not in seen:
+                self._placed.append((tensor, layer.name, layer.partition))
+            seen.update(map(id, layer.module.parameters()))
         self._used: set[int] = set()  # ids of the parameters and buffers of called layers
 
     def move_on_first_call(self, layer: ModelLayer, stage: Stage) -> None:
@@ -67,8 +75,26 @@ class ModelLayers(dict[nn.Module, ModelLayer]):
         self._called.add(layer.module)
         if layer.partition != stage.place.j:
             self._move(layer.module, stage.place.device)
+            self._placed = [
+                (tensor, name, stage.place.j if name == layer.name else j)
+                for tensor, name, j in self._placed
+            ]
         tensors = (*layer.module.parameters(), *layer.module.buffers())
         self._used.update(map(id, tensors))
+
+    def refuse_moved(self, devices: Sequence[torch.device]) -> None:
+        """Refuse layers that have been moved away from the ``devices`` of their partitions.
+
+        Raises:
+            RuntimeError: someone has moved a layer, such as a trainer that is about to train.
+        """
+        for tensor, name, j in self._placed:
+            if tensor.device != devices[j] and not tensor.is_meta:
+                raise RuntimeError(
+                    f"{name} has been moved from {devices[j]} to {tensor.device}, but the pipe "
+                    "computes it where it has put it; do not move the model of a pipe (accelerate "
+                    "takes device_placement=False), or close the pipe first"
+                )
 
     def _move(self, module: nn.Module, device: torch.device) -> None:
         for part in module.modules():

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pipert._typing import Value
 from pipert.batch.tensors import tensors_of
@@ -64,6 +64,12 @@ class Routed:
             kwargs["use_cache"] = False  # nobody has asked for it
         if here.is_trial or self._pipe.is_inside():
             return self.__wrapped__(*args, **kwargs)
+        call = self._call
+        if torch.compiler.is_dynamo_compiling():
+            call = torch.compiler.disable(call)  # type: ignore[no-untyped-call]
+        return call(args, kwargs, has_cache)
+
+    def _call(self, args: Any, kwargs: dict[str, Any], has_cache: bool) -> Any:
         given = tensors_of((args, kwargs))[0]
         y = self._pipe.call_function(self.__wrapped__, args, kwargs, has_cache)
         return _on(given[0].device, y) if given else y

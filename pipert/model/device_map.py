@@ -1,14 +1,18 @@
-"""Derives cuts and devices from a model's ``device_map``, and removes accelerate's hooks.
+"""Derives cuts and devices from a model's ``device_map``, and leaves it one.
 
 ``from_pretrained(device_map="auto")`` spreads a model over devices. It leaves a map from names of
 modules to devices, and hooks that copy each module's arguments to the device of its parameters, so
 that one device computes while the others wait. The map says where to cut; the hooks must go, since
-they would make copies of their own. Neither accelerate nor transformers is imported here: if a
+they would make copies of their own. Neither accelerate nor transformers is imported for that: if a
 model has hooks, the module that removes them is imported already.
+
+While a model is in a pipe, its own ``hf_device_map`` says where its layers are, so that trainers
+treat it as the parallel model that it is. When the pipe is closed, accelerate gets the model back.
 """
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
@@ -24,6 +28,8 @@ from pipert.model.cuts import is_called
 __all__: list[str] = []
 
 _MAP = "hf_device_map"
+
+_log = logging.getLogger("pipert")
 
 
 def has_device_map(model: nn.Module) -> bool:
@@ -118,3 +124,37 @@ def remove_hooks(model: nn.Module) -> None:
         forward = vars(module).get("forward")  # accelerate leaves the class's method, bound
         if getattr(forward, "__func__", None) is type(module).forward:
             del module.forward
+
+
+def note_device_map(model: nn.Module, device_of: Mapping[str, torch.device]) -> None:
+    """Set the model's ``hf_device_map``, if it is on several devices or had one."""
+    if len(set(device_of.values())) > 1 or has_device_map(model):
+        kinds = {name: d.index if d.type == "cuda" else str(d) for name, d in device_of.items()}
+        setattr(model, _MAP, kinds)
+
+
+def hand_back(model: nn.Module) -> None:
+    """Let accelerate bring arguments to the layers of a model that is on several devices.
+
+    Without accelerate, a warning says that the model cannot be called as it is.
+    """
+    given: dict[str, Any] = dict(vars(model).get(_MAP, {}))
+    if len(set(given.values())) < 2:
+        return
+    try:
+        from accelerate import dispatch_model
+    except ImportError:
+        _log.warning(
+            "the model stays on %s, and cannot be called there now that its pipe is closed; "
+            "install accelerate, whose hooks bring arguments to each device, or move it to one",
+            sorted(map(str, set(given.values()))),
+        )
+        return
+    for name in given:  # a layer may have moved to the partition that called it first
+        owner = model.get_submodule(name) if name in dict(model.named_modules()) else None
+        tensor = next(owner.parameters(), None) if owner is not None else None
+        if tensor is not None and tensor.device.type == "cuda":
+            given[name] = tensor.device.index
+    dispatch_model(
+        model, given, skip_keys=getattr(model, "_skip_keys_device_placement", None)
+    )

@@ -134,13 +134,16 @@ def test_a_forward_may_close_the_pipe(where: str) -> None:
     assert not wait_until_gone({*microbatch_threads()})
 
 
-def test_dropping_a_pipe_ends_its_threads_without_the_garbage_collector(no_gc: None) -> None:
+def test_a_model_keeps_its_pipe_and_both_are_dropped_together() -> None:
     model = Model()
-    pipe = pipe_of(model)
-    pipe(X)
-    assert microbatch_threads()
-    del pipe
-    assert not wait_until_gone({*microbatch_threads()})
+    pipe_of(model)
+    gc.collect()
+    model(X)
+    threads: set[threading.Thread] = {*microbatch_threads()}
+    assert threads
+    del model
+    gc.collect()
+    assert not wait_until_gone(threads)
 
 
 def test_a_wrong_timeout_of_close_changes_nothing() -> None:
