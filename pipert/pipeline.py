@@ -13,6 +13,7 @@ from pipert._typing import Device, Value
 from pipert.any_model.model import AnyModel
 from pipert.any_model.routed import Routed, route
 from pipert.balance.by_calls import choose_cuts
+from pipert.batch.joining import JoinNumbers
 from pipert.layers.batchnorm import check_batch_norm
 from pipert.layers.compiling import refuse_compilation
 from pipert.model.calls import order_of_calls
@@ -140,7 +141,12 @@ class ModulePipe(Pipelined):
         return self._runtime.is_inside()
 
     def call_function(
-        self, function: Callable[..., Value], args: Any, kwargs: dict[str, Any], in_one: bool
+        self,
+        function: Callable[..., Value],
+        args: Any,
+        kwargs: dict[str, Any],
+        in_one: bool,
+        join_numbers: JoinNumbers,
     ) -> Value:
         """Run a mini-batch through ``function``, the ``forward`` of the model or of a part of it.
 
@@ -149,10 +155,12 @@ class ModulePipe(Pipelined):
             args: its arguments, split as in :meth:`forward`.
             kwargs: likewise.
             in_one: whether they are one micro-batch instead.
+            join_numbers: joins 0-dimensional outputs of several micro-batches.
         """
         refuse_compilation()
         refuse_transforms()
-        return self._call(args, kwargs, 1 if in_one else self._chunks, self._timeout, function)
+        chunks = 1 if in_one else self._chunks
+        return self._call(args, kwargs, chunks, self._timeout, function, join_numbers)
 
     def _entry_module(self) -> nn.Module:
         return self.module

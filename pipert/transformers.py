@@ -1,24 +1,31 @@
-"""Trains a pipe with the ``Trainer`` of the library ``transformers`` (extra ``hf``).
+"""Trains a model that is in a pipe with the ``Trainer`` of transformers, or one of trl (extra ``hf``).
 
 Nothing else in pipert imports this module::
 
-    pipe = pipert.pipeline(model, cuts=["model.layers.8"], chunks=8)
-    trainer = PipeTrainer(pipe, TrainingArguments("out"), train_dataset=rows)
+    class PipelinedTrainer(Pipelined, SFTTrainer):
+        pass
+
+    pipert.pipeline(model, cuts=["model.layers.8"])
+    trainer = PipelinedTrainer(model, args=SFTConfig("out", gradient_accumulation_steps=8), ...)
     trainer.train()
 
-The trainer holds the model, ``pipe.module``, so everything around a step is as without a pipe:
-optimizers and their groups, adapters, gradient accumulation, saving and resuming, metrics. A
-training step calls ``pipe.forward_backward``, and an evaluation calls the pipe.
+A plain trainer works, too, since calls of the model go through its pipe: each of its batches goes
+forward, then backward. With the mixin, the batches of one gradient accumulation are the
+micro-batches of one step, under 1F1B, with the loss and the metrics of the trainer that it is mixed
+into:
 
-The loss is that of the plain ``Trainer``, however a batch is split. The model computes it from its
-``labels``, for each micro-batch as the mean over the labels there, so each micro-batch is weighted
-by its number of labels.
+1. In a training step the trainer gets a one in place of the loss. What it makes of that, such as a
+   division by the number of batches, and the gradient that comes back, scaled for float16, tell
+   how it treats a loss.
+2. With the last batch of an accumulation, the pipe takes a step whose function is the trainer's own
+   ``compute_loss``. The gradients are there when the training step returns, as always.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+import logging
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -31,160 +38,128 @@ except ImportError as error:
         "pip install transformers accelerate"
     ) from error
 
+from pipert.any_model.routed import divides_by_number_of_items, pipe_of
+from pipert.batch.microbatch import scatter
+from pipert.batch.tensors import tensors_of
 from pipert.pipeline import ModulePipe
 
-__all__ = ["PipeTrainer"]
+__all__ = ["Pipelined"]
+
+_log = logging.getLogger("pipert")
+
+_Base: Any = Trainer if TYPE_CHECKING else object
 
 
-class PipeTrainer(Trainer):  # type: ignore[misc,unused-ignore]
-    """A ``Trainer`` that trains the model of a pipe, in the pipe.
+class Pipelined(_Base):  # type: ignore[misc,unused-ignore]
+    """A mixin for a ``Trainer``, whose training steps run in the pipe of its model.
+
+    A batch is split further, by its rows, if the pipe has ``chunks`` and the loss is a sum that is
+    divided by the number of items in all batches: that of a causal language model, or a
+    ``compute_loss_func``. The loss of any other model is whatever it is for the whole batch.
+    ``gradient_checkpointing=True`` sets the pipe's ``checkpoint`` to ``'always'``.
 
     Args:
-        model: the pipe.
-        args: as in ``Trainer``. The whole pipe counts as one device in the batch size per device.
-        schedule: the schedule of a training step, as in :meth:`pipert.Pipe.forward_backward`.
-        **others: as in ``Trainer``. A ``compute_loss_func`` gets the outputs and labels of a
-            micro-batch, and returns a sum divided by ``num_items_in_batch``.
+        *args: as of the trainer. Its model is in a pipe, see :func:`pipert.pipeline`.
+        schedule: the schedule of a step, as in :meth:`pipert.Pipe.forward_backward`.
+        **kwargs: likewise.
 
     Raises:
-        TypeError: ``model`` is not a pipe made by :func:`pipert.pipeline`.
-        ValueError: ``args`` ask for something a pipe cannot do, such as several processes.
+        TypeError: the model is not in a pipe.
+        ValueError: the arguments ask for something a pipe cannot do, such as several processes.
     """
 
-    def __init__(
-        self,
-        model: ModulePipe,
-        args: TrainingArguments | None = None,
-        *,
-        schedule: Any = "1f1b",
-        **others: Any,
-    ) -> None:
-        if not isinstance(model, ModulePipe):
-            raise TypeError(
-                f"model must be a pipe, got {type(model).__qualname__}; make one with "
-                "pipert.pipeline(model, ...)"
-            )
-        if args is None:
-            args = TrainingArguments("tmp_trainer")  # as Trainer does
-        _check(args)
-        if args.n_gpu > 1:
-            args._n_gpu = 1  # else Trainer would copy the model to all GPUs
-        self.pipe = model
+    def __init__(self, *args: Any, schedule: Any = "1f1b", **kwargs: Any) -> None:
+        given = [one for one in (*args, *kwargs.values()) if isinstance(one, TrainingArguments)]
+        recomputes = [one for one in given if one.gradient_checkpointing]
+        for one in given:
+            _check(one)
+            one.gradient_checkpointing = False  # the model's own would recompute what the pipe does
         self._schedule = schedule
-        super().__init__(model.module, args, **others)
-        self.accelerator.device_placement = False
+        self._kept: list[tuple[Any, Any, Tensor]] = []
+        super().__init__(*args, **kwargs)
+        self._check_model()
+        if recomputes:
+            self.pipe.checkpoint = "always"
+            _log.info("gradient_checkpointing=True: the pipe recomputes, with checkpoint='always'")
 
-    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Leave the model where it is, on the devices of the pipe."""
+    @property
+    def pipe(self) -> ModulePipe:
+        """The pipe of the model."""
+        found: Any = pipe_of(self.model)
+        if found is None:
+            raise TypeError(
+                f"the model, a {type(self.model).__qualname__}, is not in a pipe; make one first: "
+                "pipert.pipeline(model, cuts)"
+            )
+        pipe: ModulePipe = found
+        return pipe
+
+    def _check_model(self) -> None:
+        pipe = self.pipe
+        if self.args.n_gpu > 1:
+            self.args._n_gpu = 1  # all partitions are on one GPU; else Trainer would copy the model
+        own_reference = getattr(self, "ref_model", self) is None and hasattr(self.model, "peft_config")
+        if own_reference and not getattr(self.args, "precompute_ref_log_probs", True):
+            raise ValueError(
+                "the reference of this trainer is its own model without adapters, which a step of "
+                f"the pipe cannot switch off for one micro-batch of {pipe!r}; set "
+                "precompute_ref_log_probs=True, or use the trainer without Pipelined"
+            )
 
     def training_step(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        num_items_in_batch: Tensor | int | None = None,
+        self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
-        """Run a batch forward and backward; return its loss."""
-        self.pipe.train()
-        if callable(train := getattr(self.optimizer, "train", None)):
-            train()  # schedule-free optimizers have a training mode
-        inputs = self._prepare_inputs(inputs)
-        arguments, labels = self._split(inputs)
-        total = self._total(labels, num_items_in_batch)
-        adds_up = self.compute_loss_func is not None and num_items_in_batch is not None
+        """Keep a batch; with the last one of an accumulation, take the step. Return its loss."""
+        ones: list[Tensor] = []
+
+        def keep(
+            model: nn.Module, inputs: Any, return_outputs: bool = False,
+            num_items_in_batch: Tensor | int | None = None,
+        ) -> Tensor:  # fmt: skip
+            ones.append(torch.ones((), device=self.args.device, requires_grad=True))
+            self._kept.append((inputs, num_items_in_batch, ones[0]))
+            return ones[0]
+
+        self.compute_loss = keep  # whichever class it is that overrides it
+        try:
+            factor = super().training_step(model, inputs, num_items_in_batch)
+        finally:
+            del self.compute_loss
+        if not self.accelerator.sync_gradients:
+            return torch.zeros_like(factor)
+        return self._step(model, factor)
+
+    def _step(self, model: nn.Module, factor: Tensor) -> Tensor:
+        """Run what was kept forward and backward; losses count by ``factor``."""
+        kept, self._kept = self._kept, []
+        microbatches = [
+            (part, number) for inputs, number, _ in kept for part in self._parts(inputs, number)
+        ]
+
+        def step(microbatch: tuple[Any, Any]) -> Tensor:
+            inputs, number = microbatch
+            loss: Tensor = self.compute_loss(model, inputs, num_items_in_batch=number)
+            return loss * factor.to(loss.device)
+
+        gradient = kept[-1][2].grad
+        assert gradient is not None
         with self.compute_loss_context_manager():
-            loss: Tensor = self.pipe.forward_backward(
-                **arguments,
-                loss_fn=self._loss_fn(num_items_in_batch),
-                target=labels,
+            total: Tensor = self.pipe.forward_backward(
+                microbatches=microbatches,
+                step=step,
                 schedule=self._schedule,
-                reduction="sum" if adds_up else "mean",
-                denominator=total,
-                loss_scale=self.accelerator.scaler,
+                reduction="sum",
+                loss_scale=gradient / factor,
             )
-        return loss.to(self.args.device)
+        return total.to(factor.device)
 
-    def prediction_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Run a batch forward in the pipe."""
-        self.pipe.eval()
-        return super().prediction_step(self.pipe, *args, **kwargs)
-
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: Tensor | int | None = None,
-    ) -> Any:
-        """Call the pipe, and return the loss of the batch. Training steps do not call this."""
-        arguments, labels = self._split(inputs)
-        outputs = self.pipe(**arguments)
-        if self.compute_loss_func is None:
-            loss = self._mean(_loss_in(outputs), labels, inputs)
-        else:
-            moved = labels["labels"].to(self.pipe.devices[-1])
-            loss = self.compute_loss_func(outputs, moved, num_items_in_batch=num_items_in_batch)
-        return (loss, outputs) if return_outputs else loss
-
-    def _split(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the model's arguments, and the labels that weight or compute the loss."""
-        labels = {name: inputs[name] for name in _LABELS if isinstance(inputs.get(name), Tensor)}
-        if self.compute_loss_func is None:
-            return dict(inputs), labels
-        if "labels" not in labels:
-            raise ValueError(
-                "compute_loss_func needs a tensor 'labels', which is split like the batch, got "
-                f"only {sorted(inputs)}; rename the one that holds them"
-            )
-        return {name: value for name, value in inputs.items() if name != "labels"}, labels
-
-    def _total(self, labels: dict[str, Tensor], number: Tensor | int | None) -> Any:
-        """Return what the sum of a batch's losses is divided by; ``None`` for a mean over rows.
-
-        Args:
-            labels: the batch's.
-            number: the number of labels in all batches of the optimizer's step; ``None`` if each
-                batch has the same weight.
-        """
-        if self.compute_loss_func is not None or not labels:
-            return None
-        if number is not None:
-            return number
-        return self._count(labels) * self.current_gradient_accumulation_steps
-
-    def _loss_fn(self, number: Tensor | int | None) -> Callable[[Any, dict[str, Tensor]], Tensor]:
-        """Return the loss function of a micro-batch; ``number`` as in :meth:`_total`."""
-        steps = self.current_gradient_accumulation_steps
-
-        def loss_fn(outputs: Any, labels: dict[str, Tensor]) -> Any:
-            if self.compute_loss_func is not None:
-                return self.compute_loss_func(outputs, labels["labels"], num_items_in_batch=number)
-            loss = _loss_in(outputs)
-            return _sum(loss, self._count(labels)) if labels else loss / steps
-
-        return loss_fn
-
-    def _count(self, labels: Mapping[str, Tensor]) -> Tensor:
-        """Return the number of labels over which the model's loss is averaged."""
-        if "shift_labels" in labels:
-            found = labels["shift_labels"]
-        else:
-            found = labels["labels"]
-            if self._loss_shifts_labels:
-                found = found[..., 1:]
-        return found.ne(_IGNORED).sum()
-
-    def _mean(self, losses: Tensor, labels: dict[str, Any], inputs: dict[str, Any]) -> Tensor:
-        """Return the loss of the batch, from the losses of its micro-batches."""
-        m = len(losses)
-        if labels:
-            split = [value.tensor_split(m) for value in labels.values()]
-            parts = [dict(zip(labels, part, strict=True)) for part in zip(*split, strict=True)]
-            weights = torch.stack([self._count(part) for part in parts]).to(losses.device)
-        else:
-            rows = next(value for value in inputs.values() if isinstance(value, Tensor))
-            sizes = [len(part) for part in rows.tensor_split(m)]
-            weights = torch.tensor(sizes, device=losses.device)
-        return _sum(losses, weights).sum() / weights.sum()
+    def _parts(self, inputs: Any, number: Tensor | int | None) -> Sequence[Any]:
+        """Split a batch by its rows if its loss is a sum that is divided by ``number``."""
+        adds_up = self.compute_loss_func is not None or divides_by_number_of_items(self.model)
+        rows = {len(tensor) for tensor in tensors_of(inputs)[0] if tensor.dim()}
+        if number is None or not adds_up or len(rows) != 1 or not isinstance(inputs, Mapping):
+            return [inputs]
+        return [part.kwargs for part in scatter((), dict(inputs), self.pipe.chunks)]
 
 
 def _check(args: TrainingArguments) -> None:
@@ -204,28 +179,9 @@ def _check(args: TrainingArguments) -> None:
 
 
 _LOMO = ("lomo", "adalomo")
-_LABELS = ("labels", "shift_labels")
 _REFUSED = {
-    "label_smoothing_factor": "pass a compute_loss_func that smooths the labels",
     "torch_compile": "compile layers of the model",
-    "fp16_full_eval": "make the pipe from a model in that precision",
-    "bf16_full_eval": "make the pipe from a model in that precision",
     "deepspeed": "a pipe is one process",
     "fsdp": "a pipe is one process",
     "auto_find_batch_size": "choose per_device_train_batch_size yourself",
 }
-_IGNORED = -100  # among labels, in all of transformers
-
-
-def _loss_in(outputs: Any) -> Tensor:
-    loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs[0]
-    if not isinstance(loss, Tensor):
-        raise ValueError(
-            "the model has returned no loss; give rows with 'labels', or pass compute_loss_func"
-        )
-    return loss
-
-
-def _sum(mean: Tensor, count: Tensor) -> Tensor:
-    """Return the sum of ``count`` losses: zero where there are none and the mean is NaN."""
-    return torch.where(count > 0, mean * count, torch.zeros_like(mean))

@@ -1,4 +1,4 @@
-"""``PipeTrainer`` trains a pipe as the ``Trainer`` of ``transformers`` trains the plain model."""
+"""``Pipelined`` trains a model in a pipe as the ``Trainer`` of ``transformers`` trains a plain one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ transformers = pytest.importorskip("transformers", reason="its Trainer is derive
 pytest.importorskip("accelerate", reason="Trainer needs it")
 peft = pytest.importorskip("peft", reason="adapters are tested as well")
 
-from pipert.transformers import PipeTrainer  # noqa: E402
+from pipert.transformers import Pipelined  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,
@@ -27,6 +27,10 @@ pytestmark = [
 PADDING = 0
 CUTS = ["model.layers.1"]
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
+class PipelinedTrainer(Pipelined, transformers.Trainer):  # type: ignore[misc,name-defined,unused-ignore]
+    pass
 
 
 def build(kind: str = "LlamaForCausalLM") -> Any:
@@ -87,7 +91,7 @@ def both(
     plain = transformers.Trainer(make(), arguments(folder, **more), **data)
     plain.train()
     with pipe_of(make(), cuts) as pipe:
-        piped = PipeTrainer(pipe, arguments(folder, **more), **data)
+        piped = PipelinedTrainer(pipe.module, arguments(folder, **more), **data)
         piped.train()
         evaluated = [trainer.evaluate()["eval_loss"] for trainer in (piped, plain)]
         assert evaluated[0] == pytest.approx(evaluated[1], rel=1e-3 if "bf16" in more else 1e-6)
@@ -154,7 +158,7 @@ def test_a_scaler_of_the_accelerator_scales_the_gradients(tmp_path: Path) -> Non
     grads = []
     for scaler in (None, torch.amp.GradScaler("cpu", init_scale=8.0)):
         with pipe_of(build()) as pipe:
-            trainer = PipeTrainer(pipe, arguments(tmp_path))
+            trainer = PipelinedTrainer(pipe.module, arguments(tmp_path))
             trainer.current_gradient_accumulation_steps = 1
             trainer.accelerator.scaler = scaler
             trainer.training_step(pipe.module, batch)
@@ -166,7 +170,7 @@ def test_a_scaler_of_the_accelerator_scales_the_gradients(tmp_path: Path) -> Non
 def test_a_subclass_context_around_the_loss_is_active_in_the_workers(tmp_path: Path) -> None:
     seen = []
 
-    class Autocast(PipeTrainer):
+    class Autocast(PipelinedTrainer):
         def compute_loss_context_manager(self) -> Any:
             return torch.autocast("cpu", torch.bfloat16)
 
@@ -176,7 +180,7 @@ def test_a_subclass_context_around_the_loss_is_active_in_the_workers(tmp_path: P
 
     with pipe_of(build().float()) as pipe:
         args = arguments(tmp_path, max_steps=1)
-        Autocast(pipe, args, train_dataset=rows(6), compute_loss_func=loss).train()
+        Autocast(pipe.module, args, train_dataset=rows(6), compute_loss_func=loss).train()
     assert set(seen) == {True}
 
 
@@ -189,7 +193,7 @@ def test_the_schedule_is_the_one_that_was_chosen(tmp_path: Path) -> None:
 
     with pipe_of(build()) as pipe:
         args = arguments(tmp_path, max_steps=2)
-        PipeTrainer(pipe, args, schedule=schedule, train_dataset=rows(12)).train()
+        PipelinedTrainer(pipe.module, args, schedule=schedule, train_dataset=rows(12)).train()
     assert set(seen) == {(4, 2)}
 
 
@@ -201,7 +205,7 @@ def test_the_model_on_gpus_is_neither_moved_nor_copied(tmp_path: Path) -> None:
     devices = ["cuda:0", "cuda:1"]
     with pipert.pipeline(build(), CUTS, devices=devices, chunks=4) as pipe:
         args = arguments(tmp_path, use_cpu=False, dataloader_pin_memory=False)
-        piped = PipeTrainer(pipe, args, train_dataset=rows(24), eval_dataset=rows(7))
+        piped = PipelinedTrainer(pipe.module, args, train_dataset=rows(24), eval_dataset=rows(7))
         assert args.train_batch_size == args.per_device_train_batch_size
         piped.train()
         piped.evaluate()
@@ -218,7 +222,7 @@ def test_adapters_are_saved_resumed_and_loaded_into_the_plain_model(tmp_path: Pa
     def train(steps: int, resume: str | None) -> Any:
         with pipe_of(adapted(), ["base_model.model.model.layers.1"]) as pipe:
             args = arguments(tmp_path, max_steps=steps, save_strategy="steps", save_steps=2)
-            trainer = PipeTrainer(pipe, args, train_dataset=rows(24))
+            trainer = PipelinedTrainer(pipe.module, args, train_dataset=rows(24))
             trainer.train(resume_from_checkpoint=resume)
         return trainer.model
 
@@ -237,7 +241,7 @@ def test_the_whole_model_is_saved_and_resumed(tmp_path: Path) -> None:
     piped, _ = both(tmp_path / "at once", **more)
     with pipe_of(build()) as pipe:
         args = arguments(tmp_path / "again", **more)
-        again = PipeTrainer(pipe, args, train_dataset=rows(24))
+        again = PipelinedTrainer(pipe.module, args, train_dataset=rows(24))
         again.train(resume_from_checkpoint=str(tmp_path / "at once" / "checkpoint-2"))
     torch.testing.assert_close(again.model.state_dict(), piped.model.state_dict())
 
@@ -252,31 +256,30 @@ def test_predictions_are_those_of_the_plain_trainer(tmp_path: Path) -> None:
     data = [{name: row[name] for name in ("input_ids", "attention_mask")} for row in rows(7)]
     plain = transformers.Trainer(build(), arguments(tmp_path)).predict(data)
     with pipe_of(build()) as pipe:
-        piped = PipeTrainer(pipe, arguments(tmp_path)).predict(data)
+        piped = PipelinedTrainer(pipe.module, arguments(tmp_path)).predict(data)
     assert piped.predictions.shape == (7, 12, 32)
     assert (piped.predictions == plain.predictions).all()
 
 
 def test_a_model_that_is_no_pipe_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match=r"must be a pipe, got LlamaForCausalLM; make one with"):
-        PipeTrainer(build(), arguments(tmp_path))
+    with pytest.raises(TypeError, match=r"a LlamaForCausalLM, is not in a pipe; make one first"):
+        PipelinedTrainer(build(), arguments(tmp_path))
 
 
 @pytest.mark.parametrize(
     ("name", "value", "remedy"),
     [
-        ("label_smoothing_factor", 0.1, "pass a compute_loss_func"),
-        ("bf16_full_eval", True, "from a model in that precision"),
         ("torch_compile", True, "compile layers"),
+        ("auto_find_batch_size", True, "choose per_device"),
     ],
 )
 def test_options_that_a_pipe_cannot_support_are_refused(
     tmp_path: Path, name: str, value: object, remedy: str
 ) -> None:
     with pipe_of(build()) as pipe, pytest.raises(ValueError, match=f"{name} must not .*{remedy}"):
-        PipeTrainer(pipe, arguments(tmp_path, **{name: value}))
+        PipelinedTrainer(pipe.module, arguments(tmp_path, **{name: value}))
 
 
 def test_an_optimizer_that_steps_in_the_backward_is_refused(tmp_path: Path) -> None:
     with pipe_of(build()) as pipe, pytest.raises(ValueError, match="optim='adalomo' takes its"):
-        PipeTrainer(pipe, arguments(tmp_path, optim="adalomo"))
+        PipelinedTrainer(pipe.module, arguments(tmp_path, optim="adalomo"))

@@ -10,7 +10,9 @@ it in the pipe:
    an encoder that is called on its own: their layers are on several devices, too.
 3. Code that runs inside of the pipe gets the plain ``forward``. So do a copy and a pickled model.
 4. Outputs are on the device of the inputs, as the plain model's would be.
-5. A call with a cache of keys and values is one micro-batch, since the cache belongs to all rows. A
+5. The loss of a call with ``labels`` is the plain model's. It is computed in one micro-batch, unless
+   it is a sum that is divided by what the caller says, ``num_items_in_batch`` as ``Trainer`` does.
+6. A call with a cache of keys and values is one micro-batch, since the cache belongs to all rows. A
    model that makes one by default does so only for those who ask, as ``generate`` does.
 """
 
@@ -19,13 +21,16 @@ from __future__ import annotations
 import copy
 import inspect
 import types
-from collections.abc import Callable, Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pipert._typing import Value
+from pipert.batch.joining import JoinNumbers
 from pipert.batch.tensors import tensors_of
 from pipert.layers.intercepted import here
 from pipert.model.cuts import is_called
@@ -40,9 +45,18 @@ class Runs(Protocol):
         """Whether the current code runs inside of the pipe."""
 
     def call_function(
-        self, function: Callable[..., Value], args: Any, kwargs: dict[str, Any], in_one: bool
+        self,
+        function: Callable[..., Value],
+        args: Any,
+        kwargs: dict[str, Any],
+        in_one: bool,
+        join_numbers: JoinNumbers,
     ) -> Value:
         """Run ``function`` on a mini-batch; ``in_one`` micro-batch, or split as usual."""
+
+
+# The pipe of each module whose calls go through one.
+_pipes: WeakKeyDictionary[nn.Module, weakref.ref[Any]] = WeakKeyDictionary()
 
 
 class Routed:
@@ -55,23 +69,31 @@ class Routed:
 
     def __init__(self, module: nn.Module, pipe: Runs) -> None:
         self.__wrapped__ = module.forward  # inspect.signature looks here
-        self._module, self._pipe = module, pipe
+        self._module = module
+        self._pipe: Runs | None = pipe
         self._own = module.__dict__.get("forward")
+        module.__dict__["forward"] = self
+        _pipes[module] = weakref.ref(pipe)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         has_cache = bool(kwargs.get("use_cache")) or kwargs.get("past_key_values") is not None
         if not has_cache and "use_cache" not in kwargs and self._makes_cache():
             kwargs["use_cache"] = False  # nobody has asked for it
-        if here.is_trial or self._pipe.is_inside():
+        pipe = self._pipe
+        if pipe is None or here.is_trial or pipe.is_inside():
             return self.__wrapped__(*args, **kwargs)
         call = self._call
         if torch.compiler.is_dynamo_compiling():
             call = torch.compiler.disable(call)  # type: ignore[no-untyped-call]
-        return call(args, kwargs, has_cache)
+        return call(pipe, args, kwargs, has_cache)
 
-    def _call(self, args: Any, kwargs: dict[str, Any], has_cache: bool) -> Any:
+    def _call(self, pipe: Runs, args: Any, kwargs: dict[str, Any], has_cache: bool) -> Any:
         given = tensors_of((args, kwargs))[0]
-        y = self._pipe.call_function(self.__wrapped__, args, kwargs, has_cache)
+        adds_up = kwargs.get("num_items_in_batch") is not None
+        adds_up = adds_up and divides_by_number_of_items(self._module)
+        in_one = has_cache or kwargs.get("labels") is not None and not adds_up
+        join = _Sum() if adds_up else _refuse_numbers
+        y = pipe.call_function(self.__wrapped__, args, kwargs, in_one, join)
         return _on(given[0].device, y) if given else y
 
     def _makes_cache(self) -> bool:
@@ -83,12 +105,10 @@ class Routed:
         parameters = inspect.signature(self.__wrapped__).parameters.values()
         return any(p.name == "use_cache" or p.kind is p.VAR_KEYWORD for p in parameters)
 
-    def put(self) -> None:
-        """Take the place of ``forward``."""
-        self._module.__dict__["forward"] = self
-
     def remove(self) -> None:
-        """Put the plain ``forward`` back, unless someone has replaced this one."""
+        """Call the plain ``forward`` from now on, also if someone has wrapped this one."""
+        self._pipe = None
+        _pipes.pop(self._module, None)
         if self._module.__dict__.get("forward") is self:
             del self._module.__dict__["forward"]
             if self._own is not None:
@@ -111,10 +131,45 @@ class Routed:
 
 def route(model: nn.Module, layers: Iterable[nn.Module], pipe: Runs) -> list[Routed]:
     """Send calls of ``model``, and of the modules around ``layers``, through ``pipe``."""
-    found = [Routed(each, pipe) for each in _around(model, set(layers)) if is_called(each)]
-    for routed in found:
-        routed.put()
-    return found
+    return [Routed(each, pipe) for each in [*_around(model, set(layers))] if is_called(each)]
+
+
+def pipe_of(model: nn.Module) -> Any:
+    """Return the pipe that a model, or one inside it, is in; ``None`` if it is in none."""
+    found = (pipe() for pipe in map(_pipes.get, model.modules()) if pipe is not None)
+    return next(found, None)
+
+
+def divides_by_number_of_items(model: nn.Module) -> bool:
+    """Return whether the loss of a model of transformers is a sum over ``num_items_in_batch``.
+
+    Others take that argument and compute a mean all the same, or add the mean of something else,
+    such as the balance loss of experts.
+    """
+    config: Any = getattr(model, "config", None)
+    with_balance_loss = getattr(config, "output_router_logits", False)
+    return getattr(model, "loss_type", None) == "ForCausalLM" and not with_balance_loss
+
+
+class _Sum:
+    """Adds up the losses of micro-batches, which the number of items of all has divided."""
+
+    def __init__(self) -> None:
+        self._has_joined = False
+
+    def __call__(self, numbers: Sequence[Tensor]) -> Tensor:
+        if self._has_joined:
+            _refuse_numbers(numbers)
+        self._has_joined = True
+        return torch.stack(list(numbers)).sum()
+
+
+def _refuse_numbers(numbers: Sequence[Tensor]) -> Tensor:
+    raise ValueError(
+        f"the model returns a single number for each of {len(numbers)} micro-batches, such as a "
+        "loss, and what it would be for the mini-batch is unknown; use chunks=1, take a step "
+        "with pipe.forward_backward(step=...), or call the pipe, which returns them all"
+    )
 
 
 def _around(module: nn.Module, layers: set[nn.Module]) -> Iterator[nn.Module]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,16 +17,23 @@ from pipert.batch.trees import flatten, is_whole, path_of
 __all__: list[str] = []
 
 
-def gather(outputs: list[Value], sizes: Sequence[int] = ()) -> Value:
+JoinNumbers = Callable[[Sequence[Tensor]], Tensor]
+"""Joins 0-dimensional tensors, one of each micro-batch."""
+
+
+def gather(
+    outputs: list[Value], sizes: Sequence[int] = (), join_numbers: JoinNumbers | None = None
+) -> Value:
     """Join the outputs of the micro-batches, whose structure must be the same.
 
     Tensors are concatenated along dimension 0, 0-dimensional ones stacked to shape ``(m,)``; other
     leaves must be equal and are returned once. ``sizes`` are the micro-batches' numbers of rows: in
-    all of them, an output must have the same multiple of that number.
+    all of them, an output must have the same multiple of that number. With ``join_numbers``, which
+    joins those of several micro-batches, 0-dimensional tensors are not stacked.
     """
     first = outputs[0]
     if isinstance(first, Tensor) and all([isinstance(output, Tensor) for output in outputs]):
-        return _join(outputs, outputs, 0, sizes)
+        return _join(outputs, outputs, 0, sizes, join_numbers)
     leaves, spec = flatten(first, is_whole)
     columns = [[leaf] for leaf in leaves]
     for i, output in enumerate(outputs[1:], start=1):
@@ -38,11 +45,19 @@ def gather(outputs: list[Value], sizes: Sequence[int] = ()) -> Value:
             )
         for column, leaf in zip(columns, leaves, strict=True):
             column.append(leaf)
-    joined = [_join(column, outputs, k, sizes) for k, column in enumerate(columns)]
+    joined = [
+        _join(column, outputs, k, sizes, join_numbers) for k, column in enumerate(columns)
+    ]
     return pytree.tree_unflatten(joined, spec)
 
 
-def _join(column: list[Any], outputs: list[Value], k: int, sizes: Sequence[int]) -> Any:
+def _join(
+    column: list[Any],
+    outputs: list[Value],
+    k: int,
+    sizes: Sequence[int],
+    join_numbers: JoinNumbers | None,
+) -> Any:
     first = column[0]
     if len(column) == 1 and not isinstance(first, Tensor):
         return first
@@ -70,7 +85,11 @@ def _join(column: list[Any], outputs: list[Value], k: int, sizes: Sequence[int])
         # The last layer may have enabled gradients itself.
         has_graph = any([leaf.requires_grad for leaf in column])
         with torch.set_grad_enabled(torch.is_grad_enabled() or has_graph):
-            return torch.stack(column) if first.dim() == 0 else torch.cat(column)
+            if first.dim() > 0:
+                return torch.cat(column)
+            if join_numbers is None:
+                return torch.stack(column)
+            return join_numbers(column) if len(column) > 1 else first
     for leaf in column:
         if not isinstance(leaf, Tensor) and (has_rows(leaf) or hides(leaf, has_rows)):
             raise ValueError(

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Self
 
 from pipert._typing import Value
-from pipert.batch.joining import gather
+from pipert.batch.joining import JoinNumbers, gather
 from pipert.batch.microbatch import arguments_of, as_value, ready, scatter_with_sizes
 from pipert.engine.runtime import Function, Runtime
 from pipert.engine.timeout import still_busy
@@ -93,7 +93,7 @@ class Pipelined(Steps):
 
     def _call(
         self, args: Any, kwargs: dict[str, Any], chunks: int, seconds: float | None,
-        function: Function = None,
+        function: Function = None, join_numbers: JoinNumbers | None = None,
     ) -> Value:  # fmt: skip
         """Run a mini-batch forward through the model, or through a ``function`` that calls it."""
         inputs, sizes = scatter_with_sizes(args, kwargs, chunks)
@@ -101,7 +101,7 @@ class Pipelined(Steps):
         stats = DeferredStats(self._batch_norm_groups()) if deferred else None
         checkpointed = recomputed(self.checkpoint, len(inputs))
         found = self._runtime.call(inputs, checkpointed, stats, seconds, function)
-        outputs = gather(found, sizes)
+        outputs = gather(found, sizes, join_numbers)
         if stats is not None:
             stats.commit()
         return outputs
