@@ -74,10 +74,10 @@ class Pipelined(_Base):  # type: ignore[misc,unused-ignore]
         for one in given:
             _check(one)
             one.gradient_checkpointing = False  # the model's own would recompute what the pipe does
-        self._schedule = schedule
-        self._kept: list[tuple[Any, Any, Tensor]] = []
+        self._pipe_schedule = schedule
+        self._pipe_kept: list[tuple[Any, Any, Tensor]] = []
         super().__init__(*args, **kwargs)
-        self._check_model()
+        self._check_pipe()
         if recomputes:
             self.pipe.checkpoint = "always"
             _log.info("gradient_checkpointing=True: the pipe recomputes, with checkpoint='always'")
@@ -94,7 +94,7 @@ class Pipelined(_Base):  # type: ignore[misc,unused-ignore]
         pipe: ModulePipe = found
         return pipe
 
-    def _check_model(self) -> None:
+    def _check_pipe(self) -> None:
         pipe = self.pipe
         if self.args.n_gpu > 1:
             self.args._n_gpu = 1  # all partitions are on one GPU; else Trainer would copy the model
@@ -117,7 +117,7 @@ class Pipelined(_Base):  # type: ignore[misc,unused-ignore]
             num_items_in_batch: Tensor | int | None = None,
         ) -> Tensor:  # fmt: skip
             ones.append(torch.ones((), device=self.args.device, requires_grad=True))
-            self._kept.append((inputs, num_items_in_batch, ones[0]))
+            self._pipe_kept.append((inputs, num_items_in_batch, ones[0]))
             return ones[0]
 
         self.compute_loss = keep  # whichever class it is that overrides it
@@ -127,13 +127,13 @@ class Pipelined(_Base):  # type: ignore[misc,unused-ignore]
             del self.compute_loss
         if not self.accelerator.sync_gradients:
             return torch.zeros_like(factor)
-        return self._step(model, factor)
+        return self._take_pipe_step(model, factor)
 
-    def _step(self, model: nn.Module, factor: Tensor) -> Tensor:
+    def _take_pipe_step(self, model: nn.Module, factor: Tensor) -> Tensor:
         """Run what was kept forward and backward; losses count by ``factor``."""
-        kept, self._kept = self._kept, []
+        kept, self._pipe_kept = self._pipe_kept, []
         microbatches = [
-            (part, number) for inputs, number, _ in kept for part in self._parts(inputs, number)
+            (part, number) for inputs, number, _ in kept for part in self._pipe_parts(inputs, number)
         ]
 
         def step(microbatch: tuple[Any, Any]) -> Tensor:
@@ -147,13 +147,13 @@ class Pipelined(_Base):  # type: ignore[misc,unused-ignore]
             total: Tensor = self.pipe.forward_backward(
                 microbatches=microbatches,
                 step=step,
-                schedule=self._schedule,
+                schedule=self._pipe_schedule,
                 reduction="sum",
                 loss_scale=gradient / factor,
             )
         return total.to(factor.device)
 
-    def _parts(self, inputs: Any, number: Tensor | int | None) -> Sequence[Any]:
+    def _pipe_parts(self, inputs: Any, number: Tensor | int | None) -> Sequence[Any]:
         """Split a batch by its rows if its loss is a sum that is divided by ``number``."""
         adds_up = self.compute_loss_func is not None or divides_by_number_of_items(self.model)
         rows = {len(tensor) for tensor in tensors_of(inputs)[0] if tensor.dim()}

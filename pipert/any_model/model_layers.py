@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from pipert._torch import WithoutFunctions
 from pipert.layers.place import describe_layer
 from pipert.model.split import move
 from pipert.stage.stage import Stage
@@ -88,13 +89,14 @@ class ModelLayers(dict[nn.Module, ModelLayer]):
         Raises:
             RuntimeError: someone has moved a layer, such as a trainer that is about to train.
         """
-        for tensor, name, j in self._placed:
-            if tensor.device != devices[j] and not tensor.is_meta:
-                raise RuntimeError(
-                    f"{name} has been moved from {devices[j]} to {tensor.device}, but the pipe "
-                    "computes it where it has put it; do not move the model of a pipe (accelerate "
-                    "takes device_placement=False), or close the pipe first"
-                )
+        with WithoutFunctions():  # an enclosing pipe would bring them to its current device
+            for tensor, name, j in self._placed:
+                if tensor.device != devices[j] and not tensor.is_meta:
+                    raise RuntimeError(
+                        f"{name} has been moved from {devices[j]} to {tensor.device}, but the pipe "
+                        "computes it where it has put it; do not move the model of a pipe "
+                        "(accelerate takes device_placement=False), or close the pipe first"
+                    )
 
     def _move(self, module: nn.Module, device: torch.device) -> None:
         for part in module.modules():

@@ -4,8 +4,9 @@ As ``fully_shard(model)`` and accelerate's ``dispatch_model(model)`` do, a pipe 
 of the *model* does. So trainers, ``generate`` and evaluation harnesses, which hold the model, run
 it in the pipe:
 
-1. An object takes the place of ``forward``, as accelerate's does: libraries call ``forward``
-   itself, and hooks of the model run once for each call.
+1. The call of the model is intercepted, as those of layers are; so it does not matter that a library
+   puts another ``forward`` into the model. Where one calls ``forward`` itself, an object in its
+   place does the same, as accelerate's does.
 2. So do the modules around layers of several partitions, such as the model inside an adapter's, or
    an encoder that is called on its own: their layers are on several devices, too.
 3. Code that runs inside of the pipe gets the plain ``forward``. So do a copy and a pickled model.
@@ -22,7 +23,7 @@ import copy
 import inspect
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -32,7 +33,7 @@ from torch import Tensor, nn
 from pipert._typing import Value
 from pipert.batch.joining import JoinNumbers
 from pipert.batch.tensors import tensors_of
-from pipert.layers.intercepted import here
+from pipert.layers.intercepted import calls_of, here, intercept, release
 from pipert.model.cuts import is_called
 
 __all__: list[str] = []
@@ -73,31 +74,43 @@ class Routed:
         self._pipe: Runs | None = pipe
         self._own = module.__dict__.get("forward")
         module.__dict__["forward"] = self
+        intercept([module])
+        calls_of(module).route = self
         _pipes[module] = weakref.ref(pipe)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        has_cache = bool(kwargs.get("use_cache")) or kwargs.get("past_key_values") is not None
-        if not has_cache and "use_cache" not in kwargs and self._makes_cache():
-            kwargs["use_cache"] = False  # nobody has asked for it
-        pipe = self._pipe
-        if pipe is None or here.is_trial or pipe.is_inside():
-            return self.__wrapped__(*args, **kwargs)
-        call = self._call
-        if torch.compiler.is_dynamo_compiling():
-            call = torch.compiler.disable(call)  # type: ignore[no-untyped-call]
-        return call(pipe, args, kwargs, has_cache)
+        if self.is_outside():
+            return self.send(self.__wrapped__, args, kwargs)
+        if "use_cache" not in kwargs and self._makes_cache(kwargs):
+            kwargs["use_cache"] = False
+        return self.__wrapped__(*args, **kwargs)
 
-    def _call(self, pipe: Runs, args: Any, kwargs: dict[str, Any], has_cache: bool) -> Any:
-        given = tensors_of((args, kwargs))[0]
+    def is_outside(self) -> bool:
+        """Whether the current code does not run inside of the pipe, which is open."""
+        return self._pipe is not None and not (here.is_trial or self._pipe.is_inside())
+
+    def send(self, call: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """Call the module through its pipe; ``call`` calls it for each micro-batch."""
+        run = self._run
+        if torch.compiler.is_dynamo_compiling():
+            run = torch.compiler.disable(run)  # type: ignore[no-untyped-call]
+        return run(call, args, kwargs)
+
+    def _run(self, call: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        assert self._pipe is not None
+        has_cache = bool(kwargs.get("use_cache")) or kwargs.get("past_key_values") is not None
         adds_up = kwargs.get("num_items_in_batch") is not None
         adds_up = adds_up and divides_by_number_of_items(self._module)
         in_one = has_cache or kwargs.get("labels") is not None and not adds_up
         join = _Sum() if adds_up else _refuse_numbers
-        y = pipe.call_function(self.__wrapped__, args, kwargs, in_one, join)
+        given = tensors_of((args, kwargs))[0]
+        y = self._pipe.call_function(call, args, kwargs, in_one, join)
         return _on(given[0].device, y) if given else y
 
-    def _makes_cache(self) -> bool:
-        """Whether the module, one of transformers, makes a cache unless it is told not to."""
+    def _makes_cache(self, kwargs: Mapping[str, Any]) -> bool:
+        """Whether the module, one of transformers, makes a cache that nobody has asked for."""
+        if kwargs.get("past_key_values") is not None:
+            return False
         config = getattr(self._module, "config", None)
         text_config = getattr(config, "get_text_config", lambda: config)()
         if not getattr(text_config, "use_cache", False):
@@ -109,6 +122,10 @@ class Routed:
         """Call the plain ``forward`` from now on, also if someone has wrapped this one."""
         self._pipe = None
         _pipes.pop(self._module, None)
+        calls = calls_of(self._module)
+        if calls.route is self:
+            calls.route = None
+        release([self._module])
         if self._module.__dict__.get("forward") is self:
             del self._module.__dict__["forward"]
             if self._own is not None:

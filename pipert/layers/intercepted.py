@@ -28,6 +28,16 @@ class Interceptor(Protocol):
         """Return what the module returns; ``call`` calls it without intercepting it again."""
 
 
+class Route(Protocol):
+    """Where calls of a module go that are made outside of its pipe."""
+
+    def is_outside(self) -> bool:
+        """Whether the current call is one of these."""
+
+    def send(self, call: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """Return what the module returns; ``call`` calls it."""
+
+
 class _Thread(threading.local):
     interceptor: Interceptor | None = None
     is_trial: bool = False
@@ -41,16 +51,19 @@ here = _Thread()
 class Calls:
     """The object in the slot of an intercepted module, shared by all pipes that intercept it."""
 
-    __slots__ = ("_module", "compiled", "users")
+    __slots__ = ("_module", "compiled", "route", "users")
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
         self.compiled: Callable[..., Any] | None = compiled_call(module)
+        self.route: Route | None = None
         self.users = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module: Any = self._module()
         call = self.compiled or plain_call(module)
+        if self.route is not None and self.route.is_outside():
+            return self.route.send(call, args, kwargs)
         interceptor = here.interceptor
         if interceptor is None:
             return call(*args, **kwargs)
@@ -63,10 +76,15 @@ class Calls:
 def intercept(modules: Iterable[nn.Module]) -> None:
     """Intercept the calls of these modules, until :func:`release` has been called as often."""
     for module in modules:
-        calls = module.__dict__.get(COMPILED_CALL)
-        if not isinstance(calls, Calls):
-            calls = module.__dict__[COMPILED_CALL] = Calls(module)
-        calls.users += 1
+        calls_of(module).users += 1
+
+
+def calls_of(module: nn.Module) -> Calls:
+    """Return the object in the slot of a module, put there if necessary."""
+    calls = module.__dict__.get(COMPILED_CALL)
+    if not isinstance(calls, Calls):
+        calls = module.__dict__[COMPILED_CALL] = Calls(module)
+    return calls
 
 
 def release(modules: Iterable[nn.Module]) -> None:
