@@ -12,6 +12,7 @@ treat it as the parallel model that it is. When the pipe is closed, accelerate g
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import sys
 from collections.abc import Iterator, Mapping
@@ -141,9 +142,7 @@ def hand_back(model: nn.Module) -> None:
     given: dict[str, Any] = dict(vars(model).get(_MAP, {}))
     if len(set(given.values())) < 2:
         return
-    try:
-        from accelerate import dispatch_model
-    except ImportError:
+    if importlib.util.find_spec("accelerate") is None:
         _log.warning(
             "the model stays on %s, and cannot be called there now that its pipe is closed; "
             "install accelerate, whose hooks bring arguments to each device, or move it to one",
@@ -155,6 +154,5 @@ def hand_back(model: nn.Module) -> None:
         tensor = next(owner.parameters(), None) if owner is not None else None
         if tensor is not None and tensor.device.type == "cuda":
             given[name] = tensor.device.index
-    dispatch_model(
-        model, given, skip_keys=getattr(model, "_skip_keys_device_placement", None)
-    )
+    skipped = getattr(model, "_skip_keys_device_placement", None)  # arguments that stay, as caches
+    importlib.import_module("accelerate").dispatch_model(model, given, skip_keys=skipped)

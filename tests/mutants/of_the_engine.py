@@ -94,10 +94,11 @@ OF_STEPS = [
     Mutant(
         "gradients-of-a-failed-step", RUNTIME,
         "a step that fails adds the gradients summed so far to `.grad`",
-        "            self._execute(run, stages, threads, timeout)\n            try:",
+        "            self._execute(run, Posting(stages, self.pool.put), threads, timeout)\n"
+        "            try:",
         """\
             try:
-                self._execute(run, stages, threads, timeout)
+                self._execute(run, Posting(stages, self.pool.put), threads, timeout)
             except Exception:
                 step.commit([stage.cut.gradients for stage in stages if stage.cut is not None])
                 raise
@@ -116,7 +117,7 @@ OF_STEPS = [
         "losses-count-alike", "pipert/stage/loss.py",
         "the loss of a mini-batch is the unweighted mean over its micro-batches, though these "
         "differ in rows",
-        "size / rows for size in sizes", "1 / len(sizes) for size in sizes",
+        "weight / total for weight in weights", "1 / len(weights) for weight in weights",
         ("tests/step/test_equals_plain.py",),
     ),
     Mutant(
