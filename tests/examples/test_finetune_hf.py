@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 SENTENCE = b"the pipeline is full when every worker has a task."
 TEXT = b"\n\n".join(SENTENCE[k % 9 :] for k in range(99))
-TINY = "--width 16 --layers 2 --batch 8 --chunks 2 --rank 2 --steps 12 --lr 0.03".split()
+TINY = "--width 16 --layers 2 --microbatches 2 --rank 2 --steps 12 --lr 0.03".split()
 
 
 @pytest.fixture
@@ -54,14 +54,15 @@ def test_a_plain_model_without_the_adapters_differs(
     assert example.main(tiny).difference > 0.1
 
 
-def test_only_bytes_behind_the_first_of_a_row_count(example: ModuleType) -> None:
-    batch = example.batch_of([b"abcd", b"ab"])
-    assert batch["input_ids"].tolist() == [[97, 98, 99, 100], [97, 98, 256, 256]]
-    assert batch["attention_mask"].tolist() == [[1, 1, 1, 1], [1, 1, 0, 0]]
-
-    class Output:
-        logits = torch.zeros(2, 4, 257)
-
-    total = example.next_byte_loss(Output, batch["labels"])
-    assert example.number_of(batch["labels"]) == 4
-    assert total == pytest.approx(4 * torch.tensor(257.0).log().item())
+def test_paragraphs_in_a_row_are_told_apart(example: ModuleType) -> None:
+    options = example.build_parser().parse_args(TINY)
+    model = example.build_base(options).eval()
+    together = example.packed([b"abcd", b"ab"])
+    assert together["labels"].tolist() == [[-100, 98, 99, 100, 256, -100, 98, 256]]
+    assert example.number_of([together]) == 6
+    with torch.no_grad():
+        losses = [
+            model(**each, num_items_in_batch=1).loss
+            for each in (together, example.packed([b"abcd"]), example.packed([b"ab"]))
+        ]
+    torch.testing.assert_close(losses[0], losses[1] + losses[2])
