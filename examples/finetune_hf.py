@@ -163,7 +163,7 @@ def evaluate(pipe: pipert.ModulePipe, paragraphs: Sequence[bytes], per: int) -> 
     held_out = [packed(paragraphs[k : k + per]) for k in range(0, len(paragraphs), per)]
     with torch.no_grad():
         outputs = pipe.map({**each, "num_items_in_batch": 1} for each in held_out)
-        total = sum(output["loss"].sum().item() for output in outputs)
+        total = sum(float(output["loss"].sum()) for output in outputs)
     return total / number_of(held_out)
 
 

@@ -1,4 +1,4 @@
-"""Trains a model that is in a pipe with the ``Trainer`` of transformers, or one of trl (extra ``hf``).
+"""Trains a model in a pipe with the ``Trainer`` of transformers, or one of trl (extra ``hf``).
 
 Nothing else in pipert imports this module::
 
@@ -98,8 +98,9 @@ class Pipelined(_Base):  # type: ignore[misc,unused-ignore]
         pipe = self.pipe
         if self.args.n_gpu > 1:
             self.args._n_gpu = 1  # all partitions are on one GPU; else Trainer would copy the model
-        own_reference = getattr(self, "ref_model", self) is None and hasattr(self.model, "peft_config")
-        if own_reference and not getattr(self.args, "precompute_ref_log_probs", True):
+        is_its_own_reference = getattr(self, "ref_model", self) is None
+        is_its_own_reference &= hasattr(self.model, "peft_config")
+        if is_its_own_reference and not getattr(self.args, "precompute_ref_log_probs", True):
             raise ValueError(
                 "the reference of this trainer is its own model without adapters, which a step of "
                 f"the pipe cannot switch off for one micro-batch of {pipe!r}; set "
@@ -133,7 +134,9 @@ class Pipelined(_Base):  # type: ignore[misc,unused-ignore]
         """Run what was kept forward and backward; losses count by ``factor``."""
         kept, self._pipe_kept = self._pipe_kept, []
         microbatches = [
-            (part, number) for inputs, number, _ in kept for part in self._pipe_parts(inputs, number)
+            (part, number)
+            for inputs, number, _ in kept
+            for part in self._pipe_parts(inputs, number)
         ]
 
         def step(microbatch: tuple[Any, Any]) -> Tensor:

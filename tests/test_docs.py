@@ -35,6 +35,7 @@ PLACE = re.compile(r"\]\(([^)#:]+)#([^)]+)\)")
 KINDS = {"python", "bash", "sh", "text"}
 NEEDS = {
     "any_model": ("transformers", "accelerate", "peft"),
+    "fine_tuning": ("transformers", "accelerate", "peft"),
     "seeing": ("matplotlib",),
     "ddp": ("numpy",), "several_machines": ("numpy",),
 }

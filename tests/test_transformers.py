@@ -1,4 +1,4 @@
-"""``Pipelined`` trains a model in a pipe as the ``Trainer`` of ``transformers`` trains a plain one."""
+"""``Pipelined`` trains a model in a pipe as ``transformers.Trainer`` trains a plain one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CUTS = ["model.layers.1"]
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
-class PipelinedTrainer(Pipelined, transformers.Trainer):  # type: ignore[misc,name-defined,unused-ignore]
+class PipelinedTrainer(Pipelined, transformers.Trainer):  # type: ignore
     pass
 
 

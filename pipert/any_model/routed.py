@@ -4,17 +4,17 @@ As ``fully_shard(model)`` and accelerate's ``dispatch_model(model)`` do, a pipe 
 of the *model* does. So trainers, ``generate`` and evaluation harnesses, which hold the model, run
 it in the pipe:
 
-1. The call of the model is intercepted, as those of layers are; so it does not matter that a library
-   puts another ``forward`` into the model. Where one calls ``forward`` itself, an object in its
-   place does the same, as accelerate's does.
+1. The call of the model is intercepted, as those of layers are, so a library may put another
+   ``forward`` into the model. Where one calls ``forward`` itself, an object in its place does the
+   same, as accelerate's does.
 2. So do the modules around layers of several partitions, such as the model inside an adapter's, or
    an encoder that is called on its own: their layers are on several devices, too.
 3. Code that runs inside of the pipe gets the plain ``forward``. So do a copy and a pickled model.
 4. Outputs are on the device of the inputs, as the plain model's would be.
-5. The loss of a call with ``labels`` is the plain model's. It is computed in one micro-batch, unless
-   it is a sum that is divided by what the caller says, ``num_items_in_batch`` as ``Trainer`` does.
-6. A call with a cache of keys and values is one micro-batch, since the cache belongs to all rows. A
-   model that makes one by default does so only for those who ask, as ``generate`` does.
+5. The loss of a call with ``labels`` is the plain model's. It is computed in one micro-batch,
+   unless it is a sum that is divided by what the caller says, ``num_items_in_batch``.
+6. A call with a cache of keys and values is one micro-batch, since the cache belongs to all rows.
+   A model that makes one by default does so only for those who ask, as ``generate`` does.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ OF_BATCHES = [
     Mutant(
         "gathered-backwards", JOINING,
         "the rows of the last micro-batch come first in the output",
-        "else torch.cat(column)", "else torch.cat(column[::-1])",
+        "return torch.cat(column)", "return torch.cat(column[::-1])",
         ("tests/test_microbatch.py",),
     ),
     Mutant(
