@@ -52,6 +52,7 @@ class ModulePipe(Pipelined):
     training, such as ``save_pretrained``."""
 
     _routed: Sequence[Routed]
+    _has_run = False
 
     _own = Pipelined._own | {"_cuts", "module"}
 
@@ -140,18 +141,20 @@ class ModulePipe(Pipelined):
         """Whether the current code runs inside of this pipe."""
         return self._runtime.is_inside()
 
-    def call_function(
+    def call_part(
         self,
-        function: Callable[..., Value],
+        module: nn.Module,
+        call: Callable[..., Value],
         args: Any,
         kwargs: dict[str, Any],
         in_one: bool,
         join_numbers: JoinNumbers,
     ) -> Value:
-        """Run a mini-batch through ``function``, the ``forward`` of the model or of a part of it.
+        """Call the model, or a part of it that calls layers, with a mini-batch.
 
         Args:
-            function: runs for each micro-batch, and calls layers.
+            module: the model, or that part.
+            call: calls it; runs for each micro-batch.
             args: its arguments, split as in :meth:`forward`.
             kwargs: likewise.
             in_one: whether they are one micro-batch instead.
@@ -160,7 +163,17 @@ class ModulePipe(Pipelined):
         refuse_compilation()
         refuse_transforms()
         chunks = 1 if in_one else self._chunks
-        return self._call(args, kwargs, chunks, self._timeout, function, join_numbers)
+        y = self._call(args, kwargs, chunks, self._timeout, call, join_numbers)
+        if module is self.module:
+            self._check_cuts()
+        return y
+
+    def _check_cuts(self) -> None:
+        if not self._has_run:
+            self.__dict__["_has_run"] = True
+            model = self._runtime.model
+            assert isinstance(model, AnyModel)
+            model.layers.warn_of_cuts()
 
     def _entry_module(self) -> nn.Module:
         return self.module
@@ -204,7 +217,7 @@ class ModulePipe(Pipelined):
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        return {name: value for name, value in state.items() if name not in ("_release", "_routed")}
+        return {name: value for name, value in state.items() if name not in _OF_THREADS}
 
     def __repr__(self) -> str:
         lines = [f"pipeline of {type(self.module).__qualname__}, {self.extra_repr()}"]
@@ -213,6 +226,9 @@ class ModulePipe(Pipelined):
             layers = f"{first} to {last}" if first else "the whole model"
             lines.append(f"  partition {j} on {device}: {layers}")
         return "\n".join([*lines, f"  cuts={self.cuts}"])
+
+
+_OF_THREADS = ("_release", "_routed", "_has_run")
 
 
 def pipeline(

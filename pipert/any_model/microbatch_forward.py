@@ -181,6 +181,7 @@ class MicroBatchForward:
         if self._is_in_layer or layer is None:
             return call(*args, **kwargs)
         if layer.begins > self.j:
+            self._layers.begun.add(layer.begins)
             self._go_on_to(layer.begins)
         self._current_stage()
         self._is_in_layer = True

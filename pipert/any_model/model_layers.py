@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -55,6 +56,8 @@ class ModelLayers(dict[nn.Module, ModelLayer]):
                 if layer is not None
             }
         )
+        self.begun: set[int] = set()
+        """The partitions that have begun with the call of their cuts."""
         self._called: set[nn.Module] = set()
         self._placed = list[tuple[Tensor, str, int]]()
         """One tensor of each layer, and the partition whose device it is on."""
@@ -82,6 +85,18 @@ class ModelLayers(dict[nn.Module, ModelLayer]):
             ]
         tensors = (*layer.module.parameters(), *layer.module.buffers())
         self._used.update(map(id, tensors))
+
+    def warn_of_cuts(self) -> None:
+        """Warn of cuts at which no partition has begun; called after the first run."""
+        cuts = {layer.begins: layer.name for layer in self.values() if layer.begins}
+        if missing := [name for j, name in sorted(cuts.items()) if j not in self.begun]:
+            warnings.warn(
+                f"no partition begins at {' and '.join(missing)}: the model has not called it by "
+                "module(...) before the later cuts. What follows runs in the partition before it; "
+                "give example=... to see the order of calls, or choose other cuts",
+                UserWarning,
+                stacklevel=5,
+            )
 
     def refuse_moved(self, devices: Sequence[torch.device]) -> None:
         """Refuse layers that have been moved away from the ``devices`` of their partitions.

@@ -45,15 +45,16 @@ class Runs(Protocol):
     def is_inside(self) -> bool:
         """Whether the current code runs inside of the pipe."""
 
-    def call_function(
+    def call_part(
         self,
-        function: Callable[..., Value],
+        module: nn.Module,
+        call: Callable[..., Value],
         args: Any,
         kwargs: dict[str, Any],
         in_one: bool,
         join_numbers: JoinNumbers,
     ) -> Value:
-        """Run ``function`` on a mini-batch; ``in_one`` micro-batch, or split as usual."""
+        """Call ``module`` with a mini-batch; ``in_one`` micro-batch, or split as usual."""
 
 
 # The pipe of each module whose calls go through one.
@@ -104,7 +105,7 @@ class Routed:
         in_one = has_cache or kwargs.get("labels") is not None and not adds_up
         join = _Sum() if adds_up else _refuse_numbers
         given = tensors_of((args, kwargs))[0]
-        y = self._pipe.call_function(call, args, kwargs, in_one, join)
+        y = self._pipe.call_part(self._module, call, args, kwargs, in_one, join)
         return _on(given[0].device, y) if given else y
 
     def _makes_cache(self, kwargs: Mapping[str, Any]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from pipert._typing import Value
 from pipert.batch.hidden import REMEDY, has_rows, hides
-from pipert.batch.tensors import describe
+from pipert.batch.tensors import describe, tensors_of
 from pipert.batch.trees import flatten, is_whole, path_of
 
 __all__: list[str] = []
@@ -28,16 +29,18 @@ def gather(
 
     Tensors are concatenated along dimension 0, 0-dimensional ones stacked to shape ``(m,)``; other
     leaves must be equal and are returned once. ``sizes`` are the micro-batches' numbers of rows: in
-    all of them, an output must have the same multiple of that number. With ``join_numbers``, which
-    joins those of several micro-batches, 0-dimensional tensors are not stacked.
+    all of them, an output must have the same multiple of that number. A list with one entry for each
+    row, as detectors return, is joined to such a list. With ``join_numbers``, which joins those of
+    several micro-batches, 0-dimensional tensors are not stacked.
     """
     first = outputs[0]
     if isinstance(first, Tensor) and all([isinstance(output, Tensor) for output in outputs]):
         return _join(outputs, outputs, 0, sizes, join_numbers)
-    leaves, spec = flatten(first, is_whole)
+    rows = sizes if len(outputs) > 1 and sizes else [0] * len(outputs)
+    leaves, spec = flatten(first, partial(_is_leaf, rows[0]))
     columns = [[leaf] for leaf in leaves]
     for i, output in enumerate(outputs[1:], start=1):
-        leaves, other_spec = flatten(output, is_whole)
+        leaves, other_spec = flatten(output, partial(_is_leaf, rows[i]))
         if other_spec != spec:
             raise ValueError(
                 "the last layer must return the same structure for each micro-batch, but returned "
@@ -46,9 +49,23 @@ def gather(
         for column, leaf in zip(columns, leaves, strict=True):
             column.append(leaf)
     joined = [
-        _join(column, outputs, k, sizes, join_numbers) for k, column in enumerate(columns)
+        [entry for entries in column for entry in entries]
+        if isinstance(column[0], list)
+        else _join(column, outputs, k, sizes, join_numbers)
+        for k, column in enumerate(columns)
     ]
     return pytree.tree_unflatten(joined, spec)
+
+
+def _is_leaf(rows: int, value: Value) -> bool:
+    """Return whether a part of an output is joined as a whole.
+
+    It may be a list with one entry for each of ``rows``: the tensors in it are not rows themselves.
+    """
+    if is_whole(value) or type(value) is not list or not rows or len(value) != rows:
+        return is_whole(value)
+    tensors = tensors_of(value)[0]
+    return not all([tensor.dim() > 0 and len(tensor) == rows for tensor in tensors])
 
 
 def _join(

