@@ -25,7 +25,8 @@ from pipert.layers.phase import is_checkpointing, is_recomputing
 from pipert.observe.event import Event
 from pipert.observe.observers import Observer, RunInfo, TaskInfo
 from pipert.pipe import Pipe
-from pipert.pipeline import ModulePipe, pipeline
+from pipert.pipeline import pipeline
+from pipert.pipes.module_pipe import ModulePipe
 from pipert.status import Statistics, TaskStatus, WorkerStatistics
 from pipert.timeline.timeline import Timeline
 

@@ -41,7 +41,7 @@ except ImportError as error:
 from pipert.any_model.routed import divides_by_number_of_items, pipe_of
 from pipert.batch.microbatch import scatter
 from pipert.batch.tensors import tensors_of
-from pipert.pipeline import ModulePipe
+from pipert.pipes.module_pipe import ModulePipe
 
 __all__ = ["Pipelined"]
 

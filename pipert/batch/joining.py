@@ -29,9 +29,9 @@ def gather(
 
     Tensors are concatenated along dimension 0, 0-dimensional ones stacked to shape ``(m,)``; other
     leaves must be equal and are returned once. ``sizes`` are the micro-batches' numbers of rows: in
-    all of them, an output must have the same multiple of that number. A list with one entry for each
-    row, as detectors return, is joined to such a list. With ``join_numbers``, which joins those of
-    several micro-batches, 0-dimensional tensors are not stacked.
+    all of them, an output must have the same multiple of that number. A list with one entry for
+    each row, as detectors return, is joined to such a list. With ``join_numbers``, which joins
+    those of several micro-batches, 0-dimensional tensors are not stacked.
     """
     first = outputs[0]
     if isinstance(first, Tensor) and all([isinstance(output, Tensor) for output in outputs]):

@@ -104,8 +104,6 @@ class Pipelined(Steps):
         outputs = gather(found, sizes, join_numbers)
         if stats is not None:
             stats.commit()
-        if function is None:
-            self._check_cuts()
         return outputs
 
     def map(

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from pipert.model.split import check_balance, check_module, require_balance, sequential
-from pipert.pipeline import ModulePipe
+from pipert.pipes.module_pipe import ModulePipe
 from pipert.skip.verify import declarations
 
 __all__ = ["AnyModelPipe"]

@@ -22,7 +22,7 @@ import pipert
 from pipert.any_model.microbatch_thread import MicroBatchThread
 from pipert.errors import PipelineTimeout, PipertError, WorkerBusyError
 from pipert.layers.dispatch_keys import stashed
-from pipert.pipeline import ModulePipe
+from pipert.pipes.module_pipe import ModulePipe
 from tests.activations import until
 from tests.conftest import wait_until_gone
 

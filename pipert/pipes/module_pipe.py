@@ -1,0 +1,228 @@
+"""``ModulePipe``: any ``nn.Module`` that runs pipeline-parallel."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Self
+
+from torch import nn
+
+from pipert._torch import STATE_TABLES
+from pipert._typing import Device, Value
+from pipert.any_model.model import AnyModel
+from pipert.any_model.routed import Routed, route
+from pipert.batch.joining import JoinNumbers
+from pipert.layers.batchnorm import check_batch_norm
+from pipert.layers.compiling import refuse_compilation
+from pipert.model.calls import order_of_calls
+from pipert.model.cuts import check_cuts, homes, homes_outside_of_layers, layers_of
+from pipert.model.device_map import hand_back, note_device_map
+from pipert.model.devices import default_devices, parse_devices
+from pipert.model.settings import check_timeout
+from pipert.model.split import (
+    Partition,
+    move,
+    place,
+    sequential,
+    warn_if_not_batch_first,
+)
+from pipert.pipes.pipelined import Pipelined
+from pipert.skip.verify import declarations
+from pipert.workers.context import refuse_transforms
+
+__all__ = ["ModulePipe"]
+
+
+class ModulePipe(Pipelined):
+    """Runs any ``nn.Module`` over several devices. Made by :func:`pipeline`.
+
+    Calls, steps, settings and closing are as in :class:`Pipe`, unless that function says otherwise.
+    """
+
+    module: nn.Module
+    """The model, on its devices. Its parameters are the pipe's. Use it for whatever surrounds
+    training, such as ``save_pretrained``."""
+
+    _routed: Sequence[Routed]
+    _has_run = False
+
+    _own = Pipelined._own | {"_cuts", "module"}
+
+    def __init__(
+        self,
+        module: nn.Module,
+        cuts: Iterable[str],
+        example: Any = None,
+        *,
+        devices: Iterable[Device] | None = None,
+        chunks: int = 1,
+        checkpoint: str | None = None,
+        deferred_batch_norm: bool | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        super().__init__()
+        self.chunks = chunks
+        self.checkpoint = checkpoint
+        self.timeout = timeout
+        self._cuts = check_cuts(module, cuts)
+        n = len(self._cuts) + 1
+        parsed = default_devices(n) if devices is None else parse_devices(devices)
+        if len(parsed) < n:
+            raise IndexError(
+                f"each partition needs a device, but {n - 1} cuts make {n} partitions and there "
+                f"are {len(parsed)} devices; use fewer cuts, or name devices (one may appear twice)"
+            )
+        self._live_on(parsed[:n], deferred_batch_norm)
+        check_batch_norm(module, deferred_batch_norm)
+        warn_if_not_batch_first(module)
+        self.__dict__["module"] = module
+        for name in STATE_TABLES:
+            self.__dict__[name] = module.__dict__[name]
+        self.training = module.training
+        self._split(example)
+        self._start()
+
+    def _split(self, example: Any) -> None:
+        """Find the layers of each partition, and move them to its device."""
+        module, cuts = self.module, self._cuts
+        layers = layers_of(module, cuts)
+        order = None if example is None else order_of_calls(module, layers, example)
+        home_of = homes(layers, cuts, order)
+        partitions = [
+            {name: layer for name, layer in layers.items() if home_of[name] == j}
+            for j in range(len(cuts) + 1)
+        ]
+        self._partitions = tuple(sequential(p, module.training, Partition) for p in partitions)
+        self._balance = [len(partition) for partition in self._partitions]
+        if any(unit for partition in self._partitions for unit in declarations(partition)):
+            raise TypeError(
+                "the model has layers that stash and pop skips, which are for an nn.Sequential; "
+                "pass the tensors in the model's own code, or make a Pipe"
+            )
+        place(self._partitions, self._devices)
+        outside = homes_outside_of_layers(module, layers, cuts, home_of)
+        for path, j in outside.items():
+            owner, _, name = path.rpartition(".")
+            move(module.get_submodule(owner), name, self._devices[j])
+        homes_of_all = {**home_of, **outside}
+        note_device_map(module, {name: self._devices[j] for name, j in homes_of_all.items()})
+
+    @property
+    def cuts(self) -> list[str]:
+        """The names of the modules with which the partitions after the first begin.
+
+        Cuts found by measuring can be pasted into ``pipeline(model, cuts=...)``.
+        """
+        return list(self._cuts)
+
+    def _model(self) -> AnyModel:
+        model = AnyModel(self.module, self._partitions, self._cuts)
+        self._release = weakref.finalize(self, model.to_end())
+        self._release.atexit = False
+        return model
+
+    def _batch_norm_groups(self) -> Sequence[nn.Module]:
+        return [self.module]  # a layer may be called in any partition
+
+    def _start(self) -> None:
+        super()._start()
+        layers = [layer for partition in self._partitions for layer in partition]
+        self.__dict__["_routed"] = route(self.module, layers, self)
+
+    def is_inside(self) -> bool:
+        """Whether the current code runs inside of this pipe."""
+        return self._runtime.is_inside()
+
+    def call_part(
+        self,
+        module: nn.Module,
+        call: Callable[..., Value],
+        args: Any,
+        kwargs: dict[str, Any],
+        in_one: bool,
+        join_numbers: JoinNumbers,
+    ) -> Value:
+        """Call the model, or a part of it that calls layers, with a mini-batch.
+
+        Args:
+            module: the model, or that part.
+            call: calls it; runs for each micro-batch.
+            args: its arguments, split as in :meth:`forward`.
+            kwargs: likewise.
+            in_one: whether they are one micro-batch instead.
+            join_numbers: joins 0-dimensional outputs of several micro-batches.
+        """
+        refuse_compilation()
+        refuse_transforms()
+        chunks = 1 if in_one else self._chunks
+        if module is not self.module:
+            return super()._call(args, kwargs, chunks, self._timeout, call, join_numbers)
+        return self._call(args, kwargs, chunks, self._timeout, call, join_numbers)
+
+    def _call(self, *args: Any) -> Value:
+        y = super()._call(*args)
+        self._check_cuts()
+        return y
+
+    def _check_cuts(self) -> None:
+        if not self._has_run:
+            self.__dict__["_has_run"] = True
+            model = self._runtime.model
+            assert isinstance(model, AnyModel)
+            model.layers.warn_of_cuts()
+
+    def _entry_module(self) -> nn.Module:
+        return self.module
+
+    def _refuse_function(self) -> None:
+        """Refuse nothing: the model's own code runs for each micro-batch."""
+
+    def close(self, timeout: float | None = None) -> None:
+        seconds = self._timeout if timeout is None else check_timeout(timeout)
+        try:
+            super().close(seconds)
+        finally:
+            model = self._runtime.model
+            assert isinstance(model, AnyModel)
+            if self._release.alive:
+                for routed in self._routed:
+                    routed.remove()
+                hand_back(self.module)
+            model.threads.stop()
+            self._release()  # a finalizer: runs only once, even if it was interrupted
+        if not self._runtime.is_inside():  # else other threads may be waiting for this layer
+            model.threads.join(seconds)
+
+    close.__doc__ = Pipelined.close.__doc__
+
+    def train(self, mode: bool = True) -> Self:
+        """As in ``nn.Module``."""
+        self.module.train(mode)
+        self.training = mode
+        for partition in self._partitions:
+            partition.training = mode
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the model's state."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load the model's state."""
+        return self.module.load_state_dict(*args, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        return {name: value for name, value in state.items() if name not in _OF_THREADS}
+
+    def __repr__(self) -> str:
+        lines = [f"pipeline of {type(self.module).__qualname__}, {self.extra_repr()}"]
+        for j, (partition, device) in enumerate(zip(self._partitions, self._devices, strict=True)):
+            first, *_, last = [*(partition._modules or ["nothing"])] * 2
+            layers = f"{first} to {last}" if first else "the whole model"
+            lines.append(f"  partition {j} on {device}: {layers}")
+        return "\n".join([*lines, f"  cuts={self.cuts}"])
+
+
+_OF_THREADS = ("_release", "_routed", "_has_run")
