@@ -41,6 +41,7 @@ Guarantees:
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -82,6 +83,7 @@ class MicroBatchForward:
         self.was_broken_off = True
         self._context = model_run.run.context
         self._function = model_run.run.function or model_run.module
+        self._model, self._calls_of_model = model_run.module, 0
         self._layers = model_run.layers
         self._n = model_run.run.plan.n
         self._x = x
@@ -179,6 +181,8 @@ class MicroBatchForward:
         """Call a layer; if it is the cut of a later partition, go on to that first."""
         layer = self._layers.get(module)
         if self._is_in_layer or layer is None:
+            if module is self._model:
+                self._note_call_of_model()
             return call(*args, **kwargs)
         if layer.begins > self.j:
             self._layers.begun.add(layer.begins)
@@ -192,6 +196,17 @@ class MicroBatchForward:
             raise
         finally:
             self._is_in_layer = False
+
+    def _note_call_of_model(self) -> None:
+        self._calls_of_model += 1
+        if self._calls_of_model == 2 and self._n > 1:
+            warnings.warn(
+                "the model is called again for the same micro-batch, which is in the last partition "
+                "by then: all of its layers run there, with their parameters copied to its device. "
+                "Call it once, with the rows of both calls, if you can",
+                UserWarning,
+                stacklevel=4,
+            )
 
     def _go_on_to(self, j: int) -> None:
         """Hand back the current partition, and wait for partition ``j``."""
