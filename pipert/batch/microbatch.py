@@ -109,7 +109,12 @@ def ready(microbatches: Iterable[Any], what: str = "microbatches") -> Iterator[A
             f"{what} must be an iterable with one entry for each micro-batch, such as a list of "
             f"dicts, got {type(microbatches).__qualname__}"
         )
-    return (pytree.tree_unflatten(*flatten(each, is_whole)) for each in microbatches)
+    return map(_in_own_containers, microbatches)
+
+
+def _in_own_containers(microbatch: Any) -> Any:
+    leaves, spec = flatten(microbatch, is_whole)
+    return pytree.tree_unflatten(_unwrapped(leaves), spec)
 
 
 def scatter(args: tuple[Any, ...], kwargs: dict[str, Any], chunks: int) -> list[Value]:
@@ -148,8 +153,8 @@ def scatter_with_sizes(
                 )
     m = max(1, min(chunks, 1 if batch is None else batch))
     if m == 1:
-        whole = [leaf.value if isinstance(leaf, Replicate) else leaf for leaf in leaves]
-        return [as_value(*pytree.tree_unflatten(whole, spec))], [1 if batch is None else batch]
+        whole = pytree.tree_unflatten(_unwrapped(leaves), spec)
+        return [as_value(*whole)], [1 if batch is None else batch]
     assert batch is not None
     sizes = [batch // m + (i < batch % m) for i in range(m)]
     parts: dict[int, list[Any]] = {}
@@ -166,6 +171,10 @@ def scatter_with_sizes(
 def as_value(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Value:
     """Return the first layer's input: its only positional argument, or :class:`Arguments`."""
     return args[0] if len(args) == 1 and not kwargs else Arguments(args, kwargs)
+
+
+def _unwrapped(leaves: list[Any]) -> list[Any]:
+    return [leaf.value if isinstance(leaf, Replicate) else leaf for leaf in leaves]
 
 
 def _split(leaf: Any, sizes: list[int]) -> list[Any]:

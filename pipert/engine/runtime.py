@@ -13,6 +13,7 @@ Guarantees:
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextvars import ContextVar
@@ -137,11 +138,13 @@ class Runtime:
             self.waiting.post(posting)
             try:
                 yield None
-            except GeneratorExit:
+            except BaseException:
                 run.outcome.cancel()
+                limit = 0.0 if self.waiting.stuck() else timeout  # it waits behind one given up
+                with contextlib.suppress(Exception):  # an earlier one is the first in order
+                    self._execute(run, posting, threads, limit)
                 raise
-            finally:
-                self._execute(run, posting, threads, timeout)
+            self._execute(run, posting, threads, timeout)
             notifier.outcome = "succeeded"
             yield run.outputs.pop()
 

@@ -1,0 +1,213 @@
+"""Tests how ``pipe.map`` ends: errors, closing, time limits, and what is left behind."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipert import PipeClosedError, PipelineTimeout, ReentrantCallError
+from tests.layers import Apply
+from tests.mapped import MANY, N, Source, a_pipe, batches, kinds, layers
+from tests.settling import settle
+
+
+def of_seven_rows(x: Tensor) -> Tensor:
+    if len(x) == 7:
+        raise ValueError("seven")
+    return x
+
+
+@kinds
+@pytest.mark.parametrize("at", [0, 1, 2 * N + 2, MANY - 1])
+def test_an_error_of_a_layer_comes_in_order_and_the_pipe_remains_usable(
+    kind: str, at: int
+) -> None:
+    xs = batches()
+    xs[at] = torch.ones(7, 3, dtype=torch.float64)
+    found = []
+    with torch.no_grad(), a_pipe(kind, *layers(Apply(of_seven_rows))) as pipe:
+        with pytest.raises(ValueError, match="seven") as caught:
+            for y in pipe.map(xs):
+                found.append(y)
+        assert len(found) == at and any("partition 1" in n for n in caught.value.__notes__)
+        statistics = pipe.statistics()
+        assert (statistics.in_flight, statistics.failures) == (0, 1)
+        assert statistics.succeeded + statistics.cancellations + 1 == statistics.runs
+        assert len(list(pipe.map(batches()))) == MANY
+
+
+class Errors:
+    """A layer's function that raises an error of its own for some micro-batches."""
+
+    def __init__(self, *numbers: int) -> None:
+        self.numbers = numbers
+        self.done = threading.Event()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        number = int(x)
+        if number == self.numbers[-1]:
+            self.done.set()
+        if number in self.numbers:
+            raise ValueError(f"number {number}")
+        return x
+
+
+@kinds
+@pytest.mark.parametrize("how", ["go on", "close", "source"])
+def test_of_several_errors_the_first_in_order_is_raised(kind: str, how: str) -> None:
+    errors, last = Errors(2, 3, 5), 6 if how == "source" else MANY
+    source = Source([*torch.arange(float(MANY))], last)
+    with torch.no_grad(), a_pipe(kind, Apply(errors), nn.Identity(), nn.Identity()) as pipe:
+        outputs: Any = pipe.map(source)
+        if how == "source":
+            with pytest.raises(OSError):
+                next(outputs)
+        else:
+            assert next(outputs) == 0 and errors.done.wait(10.0)
+        if how == "close":
+            outputs.close()
+        elif how == "go on":
+            with pytest.raises(ValueError, match="number 2"):
+                list(outputs)
+        assert pipe.statistics().in_flight == 0 and list(pipe.map(source.xs[:2])) == [0, 1]
+
+
+@kinds
+@pytest.mark.parametrize("at", [0, 3, MANY - 1])
+def test_an_error_of_the_iterable_is_raised_and_those_in_flight_are_cancelled(
+    kind: str, at: int
+) -> None:
+    found = []
+    with torch.no_grad(), a_pipe(kind, *layers()) as pipe:
+        with pytest.raises(OSError, match="no more data"):
+            for y in pipe.map(Source(batches(), at)):
+                found.append(y)
+        assert len(found) == max(0, at - 2 * N) and pipe.statistics().in_flight == 0
+        assert len(list(pipe.map(batches()))) == MANY
+
+
+@kinds
+@pytest.mark.parametrize("ends", ["close", "del", "throw"])
+def test_ended_early_it_cancels_those_in_flight(kind: str, ends: str) -> None:
+    source, calls = Source(batches()), []
+    with torch.no_grad(), a_pipe(kind, *layers(Apply(lambda x: calls.append(1) or x))) as pipe:
+        outputs: Any = pipe.map(source)
+        next(outputs)
+        if ends == "close":
+            outputs.close()
+        elif ends == "throw":
+            with pytest.raises(KeyError):
+                outputs.throw(KeyError())
+        del outputs
+        settle()
+        statistics, seen = pipe.statistics(), len(calls)
+        assert statistics.in_flight == 0 and source.read == statistics.runs == 2 * N + 1
+        assert statistics.succeeded == 1 and statistics.cancellations == 2 * N
+        time.sleep(0.01)
+        assert len(calls) == seen  # nothing runs any more
+        assert torch.equal(pipe(source.xs[0]), next(pipe.map(source.xs)))
+
+
+@kinds
+def test_never_begun_it_does_nothing(kind: str) -> None:
+    source = Source(batches())
+    with a_pipe(kind, *layers()) as pipe:
+        outputs = pipe.map(source)
+        del outputs
+        assert source.read == 0 and pipe.statistics().runs == 0
+
+
+@kinds
+def test_closing_the_pipe_in_the_middle_ends_it(kind: str) -> None:
+    pipe = a_pipe(kind, *layers())
+    with torch.no_grad():
+        outputs = pipe.map(batches())
+        next(outputs)
+        pipe.close()
+        with pytest.raises(PipeClosedError):
+            for _ in outputs:
+                pass
+    assert pipe.statistics().in_flight == 0
+    with pytest.raises(PipeClosedError):
+        next(pipe.map(batches()))
+
+
+@kinds
+def test_a_layer_that_takes_too_long_ends_it(kind: str) -> None:
+    gate = threading.Event()
+
+    def wait(x: Tensor) -> Tensor:
+        assert len(x) != 7 or gate.wait(10.0)
+        return x
+
+    xs, found = batches(), []
+    xs[2] = torch.ones(7, 3, dtype=torch.float64)
+    with torch.no_grad(), a_pipe(kind, *layers(Apply(wait))) as pipe:
+        began = time.monotonic()
+        with pytest.raises(PipelineTimeout):
+            for y in pipe.map(xs, timeout=0.3):
+                found.append(y)
+        assert time.monotonic() - began < 2 * 0.3  # not that much for each of those behind it
+        gate.set()
+        assert len(found) == 2 and pipe.statistics().in_flight == 0
+        while any(worker.doing for worker in pipe.statistics().workers):
+            time.sleep(0.001)
+        assert len(list(pipe.map(batches()))) == MANY
+
+
+@kinds
+def test_a_wrong_timeout_is_refused_at_once(kind: str) -> None:
+    with a_pipe(kind, *layers()) as pipe, pytest.raises(ValueError, match="timeout"):
+        pipe.map(batches(), timeout=-1.0)
+
+
+@kinds
+def test_a_layer_that_maps_its_own_pipe_is_refused(kind: str) -> None:
+    def again(x: Tensor) -> Tensor:
+        list(pipe.map([x]))
+        return x
+
+    with a_pipe(kind, *layers(Apply(again))) as pipe:
+        with pytest.raises(ReentrantCallError):
+            pipe(batches(1)[0])
+
+
+@kinds
+@pytest.mark.parametrize("grad", [False, True])
+def test_nothing_of_what_was_yielded_is_held(no_gc: None, kind: str, grad: bool) -> None:
+    """Neither in the middle, where only those in flight are alive, nor at the end by threads."""
+    seen: list[weakref.ref[Tensor]] = []
+
+    def made() -> Iterator[Tensor]:
+        for x in batches():
+            x = x.clone()
+            seen.append(weakref.ref(x))
+            yield x
+            del x
+
+    def note(x: Tensor) -> Tensor:
+        y = x * 2
+        seen.append(weakref.ref(y))
+        return y
+
+    def alive() -> int:
+        settle()
+        return sum(ref() is not None for ref in seen)
+
+    with torch.set_grad_enabled(grad), a_pipe(kind, *layers(Apply(note))) as pipe:
+        outputs = pipe.map(made())
+        for _ in range(4):
+            y = next(outputs)
+        y_of_last = weakref.ref(y)
+        del y
+        assert y_of_last() is None and alive() <= 2 * (2 * N + 1)
+        for y in outputs:
+            del y
+        assert len(seen) == 2 * MANY and alive() == 0
