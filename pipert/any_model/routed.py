@@ -76,8 +76,11 @@ class Routed:
         self._own = module.__dict__.get("forward")
         module.__dict__["forward"] = self
         intercept([module])
-        calls_of(module).route = self
-        _pipes[module] = weakref.ref(pipe)
+        calls = calls_of(module)
+        assert calls.route is None or isinstance(calls.route, Routed)
+        self._earlier = calls.route  # of another pipe, open or not, of the same model
+        calls.route = self
+        self._pipe_ref = _pipes[module] = weakref.ref(pipe)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.is_outside():
@@ -122,15 +125,26 @@ class Routed:
     def remove(self) -> None:
         """Call the plain ``forward`` from now on, also if someone has wrapped this one."""
         self._pipe = None
-        _pipes.pop(self._module, None)
         calls = calls_of(self._module)
         if calls.route is self:
-            calls.route = None
+            calls.route = earlier = self._open_one(self._earlier, "_earlier")
+            if earlier is None:
+                _pipes.pop(self._module, None)
+            else:
+                _pipes[self._module] = earlier._pipe_ref
         release([self._module])
         if self._module.__dict__.get("forward") is self:
             del self._module.__dict__["forward"]
-            if self._own is not None:
-                self._module.__dict__["forward"] = self._own
+            own = self._open_one(self._own, "_own")
+            if own is not None:
+                self._module.__dict__["forward"] = own
+
+    @staticmethod
+    def _open_one(found: Any, before: str) -> Any:
+        """Return what was there before this, without those of pipes closed since."""
+        while isinstance(found, Routed) and found._pipe is None:
+            found = getattr(found, before)
+        return found
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if self._own is not None:

@@ -1,0 +1,201 @@
+"""Tests that calls of a model go through its pipe, whoever makes them, until it is closed."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+import pickle
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipert import PipeClosedError
+from pipert.any_model.routed import pipe_of
+from tests.any_model.in_place import a_model, a_pipe, rows, runs
+from tests.contract.ways import grads_of
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_calls_of_the_model_go_through_the_pipe(grad: bool) -> None:
+    model, x = a_model(), rows()
+    with torch.set_grad_enabled(grad):
+        expected = copy.deepcopy(model)(x, 2.0)
+        with a_pipe(model) as pipe:
+            calls: list[Callable[[], Tensor]] = [
+                lambda: model(x, 2.0), lambda: model(x=x, scale=2.0), lambda: model(x, scale=2.0)
+            ]  # fmt: skip
+            for call in calls:
+                y = call()
+                torch.testing.assert_close(y, expected, rtol=1e-12, atol=0)
+                assert y.requires_grad == grad and runs(pipe) == 1
+
+
+def test_gradients_of_a_call_are_the_plain_model_s() -> None:
+    model, x = a_model(), rows(requires_grad=True)
+    plain, own = copy.deepcopy(model), x.detach().requires_grad_()
+    plain(own).square().sum().backward()
+    with a_pipe(model, checkpoint="always"):
+        model(x).square().sum().backward()
+    found, expected = ([m.grad, grads_of(k)] for m, k in ((x, model), (own, plain)))
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+
+
+def test_autocast_around_a_call_is_in_effect() -> None:
+    model = a_model().float()
+    with a_pipe(model) as pipe, torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        assert model(rows().float()).dtype is torch.bfloat16 and runs(pipe) == 1
+
+
+def test_threads_may_call_it_at_once() -> None:
+    model, xs = a_model(), [rows(k + 1) for k in range(8)]
+    expected = [copy.deepcopy(model)(x) for x in xs]
+    found: dict[int, Tensor] = {}
+
+    def call(k: int) -> None:
+        for _ in range(5):
+            found[k] = model(xs[k])
+
+    with a_pipe(model) as pipe:
+        threads = [threading.Thread(target=call, args=(k,)) for k in range(len(xs))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert runs(pipe) == 5 * len(xs)
+    for k, y in enumerate(expected):
+        torch.testing.assert_close(found[k], y, rtol=1e-12, atol=0)
+
+
+def test_forward_called_directly_goes_through_the_pipe() -> None:
+    model, x = a_model(), rows()
+    expected = copy.deepcopy(model)(x, 3.0)
+    with a_pipe(model) as pipe:
+        torch.testing.assert_close(model.forward(x, 3.0), expected, rtol=1e-12, atol=0)
+        assert runs(pipe) == 1
+
+
+def test_a_container_of_layers_of_two_partitions_is_called_by_itself() -> None:
+    model, x = a_model(), rows()
+    expected = copy.deepcopy(model).encoder(x)
+    with a_pipe(model) as pipe:
+        for call in (model.encoder, model.encoder.forward):
+            torch.testing.assert_close(call(x), expected, rtol=1e-12, atol=0)
+            assert runs(pipe) == 1
+        assert torch.equal(model.head(x), copy.deepcopy(model.head)(x)) and runs(pipe) == 0
+
+
+def test_the_same_arguments_are_found_by_inspection() -> None:
+    model = a_model()
+    expected = inspect.signature(model.forward)
+    with a_pipe(model):
+        assert inspect.signature(model.forward) == expected
+
+
+@pytest.mark.usefixtures("forget_compiled")
+def test_a_compiled_model_goes_through_the_pipe() -> None:
+    model, x = a_model(), rows()
+    expected = copy.deepcopy(model)(x)
+    with a_pipe(model) as pipe:
+        compiled = torch.compile(model, backend="eager")
+        for _ in range(2):
+            torch.testing.assert_close(compiled(x), expected, rtol=1e-12, atol=0)
+            assert runs(pipe) == 1
+
+
+def test_hooks_of_the_model_are_called_for_each_micro_batch() -> None:
+    model, x, seen = a_model(), rows(), list[int]()
+    model.register_forward_hook(lambda _, args, y: seen.append(len(args[0])) or y + 1)
+    expected = model(x)
+    seen.clear()
+    with a_pipe(model, chunks=3):
+        torch.testing.assert_close(model(x), expected, rtol=1e-12, atol=0)
+    assert seen == [2, 2, 2]
+
+
+def test_copies_are_plain() -> None:
+    model, x = a_model(), rows()
+    with a_pipe(model) as pipe:
+        expected = model(x)
+        runs(pipe)
+        saved = io.BytesIO()
+        torch.save(model, saved)
+        saved.seek(0)
+        others: list[Any] = [
+            copy.deepcopy(model), pickle.loads(pickle.dumps(model)),
+            torch.load(saved, weights_only=False), copy.deepcopy([model, model.forward])[0],
+        ]  # fmt: skip
+        for other in others:
+            torch.testing.assert_close(other(x), expected, rtol=1e-12, atol=0)
+            torch.testing.assert_close(other.forward(x), expected, rtol=1e-12, atol=0)
+            torch.testing.assert_close(other.encoder(x), model.encoder(x))
+            assert runs(pipe) == 1  # the last, which is the model's own
+
+
+def test_a_forward_replaced_later_still_goes_through_the_pipe() -> None:
+    """Libraries wrap the model's ``forward``, some to be undone and some for good."""
+    model, x = a_model(), rows()
+    expected = copy.deepcopy(model)(x) * 2
+    with a_pipe(model) as pipe:
+        inner = model.forward
+        model.forward = lambda *args: inner(*args) * 2  # type: ignore[method-assign]
+        torch.testing.assert_close(model(x), expected, rtol=1e-12, atol=0)
+        assert runs(pipe) == 1
+    torch.testing.assert_close(model(x), expected, rtol=1e-12, atol=0)
+    assert runs(pipe) == 0
+
+
+def test_a_forward_of_the_model_s_own_before_is_there_again_after() -> None:
+    x = rows()
+    model: Any = a_model()
+    plain = model.forward
+    own = model.forward = lambda x: plain(x) * 3
+    expected = model(x)
+    with a_pipe(model) as pipe:
+        torch.testing.assert_close(model(x), expected, rtol=1e-12, atol=0)
+        assert runs(pipe) == 1
+        assert torch.equal(copy.copy(model)(x), expected)
+    assert model.forward is own
+
+
+def test_closing_restores_everything() -> None:
+    model, x = a_model(), rows()
+    before = {name: dict(vars(module)) for name, module in model.named_modules()}
+    expected = model(x)
+    pipe = a_pipe(model)
+    model(x)
+    runs(pipe)
+    pipe.close()
+    assert {name: dict(vars(module)) for name, module in model.named_modules()} == before
+    assert torch.equal(model(x), expected) and runs(pipe) == 0
+    with pytest.raises(PipeClosedError):
+        pipe(x)
+
+
+def test_one_pipe_after_another_gets_the_calls() -> None:
+    model, x = a_model(), rows()
+    expected = copy.deepcopy(model)(x)
+    for chunks in (1, 3):
+        with a_pipe(model, chunks=chunks) as pipe:
+            torch.testing.assert_close(model(x), expected, rtol=1e-12, atol=0)
+            assert runs(pipe) == 1
+
+
+@pytest.mark.parametrize("first_closed", [0, 1])
+def test_of_two_open_pipes_one_gets_the_calls_and_both_work(first_closed: int) -> None:
+    model, x = a_model(), rows()
+    expected = copy.deepcopy(model)(x)
+    pipes = [a_pipe(model), a_pipe(model)]
+    assert pipe_of(model) is pipes[1]
+    for y in (model(x), pipes[0](x), pipes[1](x)):
+        torch.testing.assert_close(y, expected, rtol=1e-12, atol=0)
+    for pipe in (pipes[first_closed], pipes[1 - first_closed]):
+        torch.testing.assert_close(model(x), expected, rtol=1e-12, atol=0)
+        pipe.close()
+        assert pipe_of(model) is (pipes[1 - first_closed] if pipe is pipes[first_closed] else None)
+    torch.testing.assert_close(model(x), expected, rtol=1e-12, atol=0)
+    assert "forward" not in vars(model) and "_compiled_call_impl" not in vars(model)
