@@ -107,6 +107,7 @@ def test_what_is_no_iterable_of_micro_batches_is_refused_at_once(kind: str, give
         pipe.map(given)
 
 
+@pytest.mark.layered
 def test_a_pipe_without_layers_yields_what_it_gets() -> None:
     xs = batches(3)
     with Pipe(nn.Sequential(), [], devices=[]) as pipe:

@@ -55,6 +55,6 @@ def rows(number: int = 6, **options: Any) -> Tensor:
 def runs(pipe: Any) -> int:
     """Returns how many calls have gone through the pipe since this was asked last."""
     number: int = pipe.statistics().runs
-    since = number - pipe.__dict__.get("seen", 0)
+    since: int = number - pipe.__dict__.get("seen", 0)
     pipe.__dict__["seen"] = number
     return since
