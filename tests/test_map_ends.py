@@ -116,6 +116,28 @@ def test_ended_early_it_cancels_those_in_flight(kind: str, ends: str) -> None:
 
 
 @kinds
+def test_ended_early_none_begins_a_layer_any_more(kind: str) -> None:
+    seen, entered, gate = [], threading.Event(), threading.Event()
+
+    def wait(x: Tensor) -> Tensor:
+        seen.append(x)
+        if len(seen) == 2:
+            entered.set()
+            assert gate.wait(10.0)
+        return x
+
+    with torch.no_grad(), a_pipe(kind, *layers(Apply(wait))) as pipe:
+        outputs: Any = pipe.map(batches())
+        next(outputs)
+        assert entered.wait(10.0)
+        timer = threading.Timer(0.05, gate.set)
+        timer.start()
+        outputs.close()  # waits for the layer that is executing
+        assert gate.is_set() and len(seen) == 2
+        timer.join()
+
+
+@kinds
 def test_never_begun_it_does_nothing(kind: str) -> None:
     source = Source(batches())
     with a_pipe(kind, *layers()) as pipe:
@@ -211,3 +233,27 @@ def test_nothing_of_what_was_yielded_is_held(no_gc: None, kind: str, grad: bool)
         for y in outputs:
             del y
         assert len(seen) == 2 * MANY and alive() == 0
+
+
+@pytest.mark.layered
+def test_an_input_is_freed_when_the_first_partition_is_done_with_it(no_gc: None) -> None:
+    inputs, held = list[weakref.ref[Tensor]](), list[bool]()
+
+    def made() -> Iterator[Tensor]:
+        for x in batches():
+            x = x.clone()
+            inputs.append(weakref.ref(x))
+            yield x
+            del x
+
+    def look(x: Tensor) -> Tensor:
+        k = len(held)
+        while len(inputs) < min(k + 3, MANY):  # the last that was read is held by who reads it
+            time.sleep(0.0001)
+        settle()
+        held.append(inputs[k]() is not None)
+        return x
+
+    with torch.no_grad(), a_pipe("Pipe", *layers(), Apply(look)) as pipe:
+        list(pipe.map(made()))
+    assert not any(held[:-2]) and len(held) == MANY

@@ -17,6 +17,7 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextvars import ContextVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -111,23 +112,26 @@ class Runtime:
         Each is a run of its own. As many are in flight as keep all partitions busy; when the
         iterator is closed, or fails, the others are cancelled. Arguments are as in :meth:`call`.
         """
-        in_flight = deque[Generator[Value, None, None]]()
+        in_flight = deque[tuple[Generator[Any, None, None], Callable[[], None]]]()
         try:
             for x in values:
-                in_flight.append(self._begun(x, recomputed, timeout))
-                next(in_flight[-1])
+                begun = self._begun(x, recomputed, timeout)
+                in_flight.append((begun, next(begun)))
+                del begun
                 if len(in_flight) > 2 * len(self.devices):
-                    yield next(in_flight.popleft())
+                    yield next(in_flight.popleft()[0])
             while in_flight:
-                yield next(in_flight.popleft())
+                yield next(in_flight.popleft()[0])
         finally:
-            for begun in in_flight:
+            for _, cancel in in_flight:  # all, before any of them is waited for
+                cancel()
+            for begun, _ in in_flight:
                 begun.close()
 
     def _begun(
         self, x: Value, recomputed: int, timeout: float | None
-    ) -> Generator[Value, None, None]:
-        """Begin the run of one micro-batch, yield nothing; wait for it, yield its output."""
+    ) -> Generator[Any, None, None]:
+        """Begin the run of one micro-batch, yield what cancels it; wait, yield its output."""
         begin_numbers(1)
         plan = plan_call(1, len(self.devices), self.workers, recomputed)
         threads = self._threads()
@@ -137,7 +141,7 @@ class Runtime:
             del x
             self.waiting.post(posting)
             try:
-                yield None
+                yield run.outcome.cancel
             except BaseException:
                 run.outcome.cancel()
                 limit = 0.0 if self.waiting.stuck() else timeout  # it waits behind one given up
