@@ -57,8 +57,8 @@ class Runs(Protocol):
         """Call ``module`` with a mini-batch; ``in_one`` micro-batch, or split as usual."""
 
 
-# The pipe of each module whose calls go through one.
-_pipes: WeakKeyDictionary[nn.Module, weakref.ref[Any]] = WeakKeyDictionary()
+# Of each module whose calls go through a pipe; if through one of several, the last that was made.
+_routed: WeakKeyDictionary[nn.Module, list[weakref.ref[Routed]]] = WeakKeyDictionary()
 
 
 class Routed:
@@ -76,11 +76,8 @@ class Routed:
         self._own = module.__dict__.get("forward")
         module.__dict__["forward"] = self
         intercept([module])
-        calls = calls_of(module)
-        assert calls.route is None or isinstance(calls.route, Routed)
-        self._earlier = calls.route  # of another pipe, open or not, of the same model
-        calls.route = self
-        self._pipe_ref = _pipes[module] = weakref.ref(pipe)
+        calls_of(module).route = self
+        _routed[module] = [*map(weakref.ref, _open_of(module)), weakref.ref(self)]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.is_outside():
@@ -91,7 +88,12 @@ class Routed:
 
     def is_outside(self) -> bool:
         """Whether the current code does not run inside of the pipe, which is open."""
-        return self._pipe is not None and not (here.is_trial or self._pipe.is_inside())
+        if self._pipe is None or here.is_trial:
+            return False
+        return not any(each._is_inside() for each in _open_of(self._module))
+
+    def _is_inside(self) -> bool:
+        return self._pipe is not None and self._pipe.is_inside()
 
     def send(self, call: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Call the module through its pipe; ``call`` calls it for each micro-batch."""
@@ -127,24 +129,15 @@ class Routed:
         self._pipe = None
         calls = calls_of(self._module)
         if calls.route is self:
-            calls.route = earlier = self._open_one(self._earlier, "_earlier")
-            if earlier is None:
-                _pipes.pop(self._module, None)
-            else:
-                _pipes[self._module] = earlier._pipe_ref
+            calls.route = next(reversed(_open_of(self._module)), None)
         release([self._module])
         if self._module.__dict__.get("forward") is self:
             del self._module.__dict__["forward"]
-            own = self._open_one(self._own, "_own")
+            own: Any = self._own
+            while isinstance(own, Routed) and own._pipe is None:
+                own = own._own  # that pipe was closed before
             if own is not None:
                 self._module.__dict__["forward"] = own
-
-    @staticmethod
-    def _open_one(found: Any, before: str) -> Any:
-        """Return what was there before this, without those of pipes closed since."""
-        while isinstance(found, Routed) and found._pipe is None:
-            found = getattr(found, before)
-        return found
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if self._own is not None:
@@ -168,8 +161,14 @@ def route(model: nn.Module, layers: Iterable[nn.Module], pipe: Runs) -> list[Rou
 
 def pipe_of(model: nn.Module) -> Any:
     """Return the pipe that a model, or one inside it, is in; ``None`` if it is in none."""
-    found = (pipe() for pipe in map(_pipes.get, model.modules()) if pipe is not None)
-    return next(found, None)
+    found = (routed for module in model.modules() for routed in reversed(_open_of(module)))
+    return next((routed._pipe for routed in found), None)
+
+
+def _open_of(module: nn.Module) -> list[Routed]:
+    """Return the routes of a module through pipes that are open, in the order they were made."""
+    every = [routed() for routed in _routed.get(module, ())]
+    return [routed for routed in every if routed is not None and routed._pipe is not None]
 
 
 def divides_by_number_of_items(model: nn.Module) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, Protocol
 
 from torch import nn
@@ -63,14 +64,18 @@ class Calls:
         module: Any = self._module()
         call = self.compiled or plain_call(module)
         if self.route is not None and self.route.is_outside():
-            return self.route.send(call, args, kwargs)
-        interceptor = here.interceptor
+            call = partial(_send, self.route, call)
+        interceptor = here.interceptor  # of another pipe, of which the module is a layer
         if interceptor is None:
             return call(*args, **kwargs)
         return interceptor.call(module, call, args, kwargs)
 
     def __repr__(self) -> str:
         return f"<Calls of {type(self._module()).__name__}, for {self.users}>"
+
+
+def _send(route: Route, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return route.send(call, args, kwargs)
 
 
 def intercept(modules: Iterable[nn.Module]) -> None:

@@ -190,9 +190,10 @@ def test_of_two_open_pipes_one_gets_the_calls_and_both_work(first_closed: int) -
     model, x = a_model(), rows()
     expected = copy.deepcopy(model)(x)
     pipes = [a_pipe(model), a_pipe(model)]
+    for pipe in pipes:
+        torch.testing.assert_close(pipe(x), expected, rtol=1e-12, atol=0)
+    assert list(map(runs, pipes)) == [1, 1]
     assert pipe_of(model) is pipes[1]
-    for y in (model(x), pipes[0](x), pipes[1](x)):
-        torch.testing.assert_close(y, expected, rtol=1e-12, atol=0)
     for pipe in (pipes[first_closed], pipes[1 - first_closed]):
         torch.testing.assert_close(model(x), expected, rtol=1e-12, atol=0)
         pipe.close()
