@@ -157,6 +157,9 @@ class Called(nn.Module):
         return self.inner(x)
 
 
+AGAIN = "the model is called again for the same micro-batch"
+
+
 def twice(model: Any, batch: Any) -> Any:
     """A contrastive loss: two calls of the model, the second of which goes back to its start."""
     one, two = model(batch["x"])["logits"], model(batch["x"].flip(0) * 0.5)["logits"]
@@ -170,7 +173,7 @@ def test_two_calls_of_the_model_are_those_of_the_plain_loop(
 ) -> None:
     model = a_model()
     expected = plain_step(model, twice)
-    with a_pipe(model, checkpoint=checkpoint) as pipe:
+    with a_pipe(model, checkpoint=checkpoint) as pipe, pytest.warns(UserWarning, match=AGAIN):
         loss = pipe.forward_backward(
             microbatches=batches(), step=lambda b: twice(model, b), schedule=schedule
         )
@@ -178,6 +181,7 @@ def test_two_calls_of_the_model_are_those_of_the_plain_loop(
 
 
 @pytest.mark.multi_gpu
+@pytest.mark.filterwarnings(f"ignore:{AGAIN}:UserWarning")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("checkpoint", MODES)
 @pytest.mark.parametrize("step", [own_loss, twice])
