@@ -89,8 +89,9 @@ class ModulePipe(Pipelined):
         layers = layers_of(module, cuts)
         order = None if example is None else order_of_calls(module, layers, example)
         home_of = homes(layers, cuts, order)
+        called = dict.fromkeys([*(order or ()), *layers])  # in the order of calls, if it is known
         partitions = [
-            {name: layer for name, layer in layers.items() if home_of[name] == j}
+            {name: layers[name] for name in called if home_of[name] == j}
             for j in range(len(cuts) + 1)
         ]
         self._partitions = tuple(sequential(p, module.training, Partition) for p in partitions)
