@@ -201,9 +201,9 @@ class MicroBatchForward:
         self._calls_of_model += 1
         if self._calls_of_model == 2 and self._n > 1:
             warnings.warn(
-                "the model is called again for the same micro-batch, which is in the last partition "
-                "by then: all its layers run there, with their parameters copied to its device. "
-                "Call it once, with the rows of both calls, if you can",
+                "the model is called again for the same micro-batch, which is in the last "
+                "partition by then: all its layers run there, with their parameters copied to its "
+                "device. Call it once, with the rows of both calls, if you can",
                 UserWarning,
                 stacklevel=4,
             )

@@ -72,19 +72,30 @@ def test_a_pipe_of_a_module_around_the_model_gets_calls_of_both(
 
 
 @pytest.mark.parametrize("kind", ["Pipe", "pipeline"])
-def test_as_a_layer_of_another_pipe_it_uses_its_own(kind: str) -> None:
+@pytest.mark.parametrize("schedule", ["", "1f1b"])
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_as_a_layer_of_another_pipe_it_uses_its_own(
+    kind: str, schedule: str, checkpoint: str
+) -> None:
     model, x = a_model(), rows()
     layers = nn.Sequential(linear(4, 4), model, linear(2, 2))
-    expected = copy.deepcopy(layers)(x)
+    plain = copy.deepcopy(layers)
+    plain(x).square().mean().backward()
+    options: dict[str, Any] = {"devices": ["cpu"] * 3, "chunks": 3, "checkpoint": checkpoint}
     with a_pipe(model) as inner:
-        options: dict[str, Any] = {"devices": ["cpu"] * 3, "chunks": 3}
-        if kind == "Pipe":
-            outer: Any = Pipe(layers, [1, 1, 1], **options)
-        else:
-            outer = pipeline(layers, ["1", "2"], **options)
-        with outer, torch.no_grad():
-            same(outer(x), expected)
-            assert runs(outer) == 1 and runs(inner) == 3
+        outer: Any = pipeline(layers, ["1", "2"], **options) if kind == "pipeline" else Pipe(
+            layers, [1, 1, 1], **options
+        )
+        with outer:
+            if schedule:
+                outer.forward_backward(x, loss_fn=lambda y, _: y.square().mean())
+            else:
+                outer(x).square().mean().backward()
+            assert runs(outer) == 1
+            assert runs(inner) in ((3, 6) if checkpoint == "always" else (3,))
+            tasks = [worker.tasks for worker in outer.statistics().workers]
+            assert len(set(tasks)) == 1  # a partition begins with it, and one after it
+    same(grads_of(layers), grads_of(plain))
 
 
 def test_a_layer_that_calls_the_pipe_of_its_model_is_refused() -> None:
