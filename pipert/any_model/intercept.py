@@ -65,6 +65,8 @@ class Intercept(TorchFunctionMode):
         copy_of: returns a parameter's copy, or itself; ``None`` if no parameter has one.
     """
 
+    is_of_pipe = True  # tells another pipe that runs in here that this mode is not for it
+
     def __init__(
         self,
         graph: MicroBatchGraph | None,

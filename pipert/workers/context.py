@@ -9,7 +9,7 @@ what autograd recomputes on one of its own threads. It carries:
 grad mode             the caller's
 inference mode        the caller's
 autocast              enabled and dtype of every device type, and whether it caches
-default device        as one of the torch-function modes, all of which are carried
+default device        as one of the torch-function modes, which are carried, except a pipe's own
 dispatch modes        the caller's stack
 context variables     a copy per task: changes stay in the task
 saved-tensor hooks    the caller's innermost pair
@@ -83,6 +83,11 @@ def refuse_transforms() -> None:
         )
 
 
+def is_of_pipe(mode: object) -> bool:
+    """Return whether a function mode is a pipe's own, for the micro-batch of one thread."""
+    return getattr(mode, "is_of_pipe", False) is True
+
+
 class CallerContext:
     """The caller's thread-local settings; immutable, shared by all tasks of a run.
 
@@ -100,7 +105,8 @@ class CallerContext:
         self.grad_enabled = self._grad and not self._inference
         """Whether a graph is to be built."""
         self._autocast = get_autocast()
-        self._functions = function_modes()
+        # A pipe that runs inside of another one's micro-batch has tensors and devices of its own.
+        self._functions = [mode for mode in function_modes() if not is_of_pipe(mode)]
         self._dispatches = dispatch_modes()
         self._streams = [torch.cuda.current_stream(device) for device in devices]
         self._threads = torch.get_num_threads()
