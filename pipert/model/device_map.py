@@ -15,6 +15,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import Any
@@ -155,4 +156,6 @@ def hand_back(model: nn.Module) -> None:
         if tensor is not None and tensor.device.type == "cuda":
             given[name] = tensor.device.index
     skipped = getattr(model, "_skip_keys_device_placement", None)  # arguments that stay, as caches
-    importlib.import_module("accelerate").dispatch_model(model, given, skip_keys=skipped)
+    with warnings.catch_warnings():  # a parameter of no layer has an entry, as it must
+        warnings.filterwarnings("ignore", "The following device_map keys do not match")
+        importlib.import_module("accelerate").dispatch_model(model, given, skip_keys=skipped)
