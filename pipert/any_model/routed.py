@@ -11,7 +11,7 @@ it in the pipe:
    an encoder that is called on its own: their layers are on several devices, too.
 3. Code that runs inside of the pipe gets the plain ``forward``. So do a copy and a pickled model.
 4. Outputs are on the device of the inputs, as the plain model's would be.
-5. The loss of a call with ``labels`` is the plain model's. It is computed in one micro-batch,
+5. The loss of a call with labels is the plain model's. It is computed in one micro-batch,
    unless it is a sum that is divided by what the caller says, ``num_items_in_batch``.
 6. A call with a cache of keys and values is one micro-batch, since the cache belongs to all rows.
    A model that makes one by default does so only for those who ask, as ``generate`` does.
@@ -107,7 +107,7 @@ class Routed:
         has_cache = bool(kwargs.get("use_cache")) or kwargs.get("past_key_values") is not None
         adds_up = kwargs.get("num_items_in_batch") is not None
         adds_up = adds_up and divides_by_number_of_items(self._module)
-        in_one = has_cache or kwargs.get("labels") is not None and not adds_up
+        in_one = has_cache or _asks_for_loss(kwargs) and not adds_up
         join = _Sum() if adds_up else _refuse_numbers
         given = tensors_of((args, kwargs))[0]
         y = self._pipe.call_part(self._module, call, args, kwargs, in_one, join)
@@ -193,6 +193,13 @@ class _Sum:
             _refuse_numbers(numbers)
         self._has_joined = True
         return torch.stack(list(numbers)).sum()
+
+
+def _asks_for_loss(kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call has labels, under one of the names that models of transformers have."""
+    named = ("start_positions", "end_positions", "return_loss")
+    given = [name for name, value in kwargs.items() if value is not None and value is not False]
+    return any(["label" in name or name in named for name in given])
 
 
 def _refuse_numbers(numbers: Sequence[Tensor]) -> Tensor:
