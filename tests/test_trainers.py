@@ -170,7 +170,7 @@ def make_trainer(case: Case, model: Any, folder: Path, mixin: bool, **more: Any)
 
 
 def train(case: Case, folder: Path, piped: bool, mixin: bool, **more: Any) -> dict[str, Any]:
-    """Return losses, norms of gradients, what an evaluation finds, and parameters."""
+    """Return losses, norms of gradients, what an evaluation finds, parameters, and a setting."""
     model = case.build()
     pipe = None
     if piped:
@@ -188,6 +188,7 @@ def train(case: Case, folder: Path, piped: bool, mixin: bool, **more: Any) -> di
         "norms": [entry["grad_norm"] for entry in history],
         "evaluated": [found["eval_loss"], found["eval_norm"]],
         "parameters": dict(trainer.model.named_parameters()),
+        "checkpoint": getattr(pipe, "checkpoint", None),
     }
 
 
@@ -230,6 +231,7 @@ def test_dropout_in_adapters_is_the_same_from_one_seed_when_it_is_recomputed(
     always = {"gradient_checkpointing": True}
     once, again, never = losses(**always), losses(**always), losses()
     other = losses(**always, seed=4)
+    assert once["checkpoint"] == "always" != never["checkpoint"]
     assert once["losses"] == again["losses"] == never["losses"] != other["losses"]
     torch.testing.assert_close(once["parameters"], again["parameters"], rtol=0, atol=0)
     torch.testing.assert_close(once["parameters"], never["parameters"])
