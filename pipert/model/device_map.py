@@ -12,7 +12,6 @@ treat it as the parallel model that it is. When the pipe is closed, accelerate g
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import sys
 import warnings
@@ -138,24 +137,25 @@ def note_device_map(model: nn.Module, device_of: Mapping[str, torch.device]) -> 
 def hand_back(model: nn.Module) -> None:
     """Let accelerate bring arguments to the layers of a model that is on several devices.
 
-    Without accelerate, a warning says that the model cannot be called as it is.
+    Where accelerate is not in use, the log says that the model cannot be called as it is.
     """
     given: dict[str, Any] = dict(vars(model).get(_MAP, {}))
     if len(set(given.values())) < 2:
         return
-    if importlib.util.find_spec("accelerate") is None:
-        _log.warning(
-            "the model stays on %s, and cannot be called there now that its pipe is closed; "
-            "install accelerate, whose hooks bring arguments to each device, or move it to one",
+    accelerate: Any = sys.modules.get("accelerate")
+    if accelerate is None:
+        _log.info(
+            "the model stays on %s, and cannot be called there now that its pipe is closed; import "
+            "accelerate before, whose hooks bring arguments to each device, or move it to one",
             sorted(map(str, set(given.values()))),
         )
         return
+    modules = dict(model.named_modules())
     for name in given:  # a layer may have moved to the partition that called it first
-        owner = model.get_submodule(name) if name in dict(model.named_modules()) else None
-        tensor = next(owner.parameters(), None) if owner is not None else None
-        if tensor is not None and tensor.device.type == "cuda":
-            given[name] = tensor.device.index
+        tensors = (*modules[name].parameters(), *modules[name].buffers()) if name in modules else ()
+        used = [tensor.device.index for tensor in tensors if tensor.device.type == "cuda"]
+        given[name] = next(iter(used), given[name])
     skipped = getattr(model, "_skip_keys_device_placement", None)  # arguments that stay, as caches
     with warnings.catch_warnings():  # a parameter of no layer has an entry, as it must
         warnings.filterwarnings("ignore", "The following device_map keys do not match")
-        importlib.import_module("accelerate").dispatch_model(model, given, skip_keys=skipped)
+        accelerate.dispatch_model(model, given, skip_keys=skipped)

@@ -11,7 +11,7 @@ from torch import nn
 from pipert._torch import STATE_TABLES
 from pipert._typing import Device, Value
 from pipert.any_model.model import AnyModel
-from pipert.any_model.routed import Routed, route
+from pipert.any_model.routed import Routed, pipe_of, route
 from pipert.batch.joining import JoinNumbers
 from pipert.layers.batchnorm import check_batch_norm
 from pipert.layers.compiling import refuse_compilation
@@ -186,14 +186,14 @@ class ModulePipe(Pipelined):
         finally:
             model = self._runtime.model
             assert isinstance(model, AnyModel)
-            if self._release.alive:
-                for routed in self._routed:
-                    routed.remove()
-                hand_back(self.module)
-            model.threads.stop()
+            is_first = self._release.alive
+            for routed in self._routed if is_first else ():
+                routed.remove()
             self._release()  # a finalizer: runs only once, even if it was interrupted
         if not self._runtime.is_inside():  # else other threads may be waiting for this layer
             model.threads.join(seconds)
+        if is_first and pipe_of(self.module) is None:
+            hand_back(self.module)
 
     close.__doc__ = Pipelined.close.__doc__
 
