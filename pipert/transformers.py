@@ -107,6 +107,11 @@ class Pipelined(_Base):  # type: ignore[misc,unused-ignore]
                 "precompute_ref_log_probs=True, or use the trainer without Pipelined"
             )
 
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As in the trainer."""
+        self._pipe_kept = []  # of an accumulation that was broken off
+        return super().train(*args, **kwargs)
+
     def training_step(
         self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
@@ -121,11 +126,17 @@ class Pipelined(_Base):  # type: ignore[misc,unused-ignore]
             self._pipe_kept.append((inputs, num_items_in_batch, ones[0]))
             return ones[0]
 
+        own = vars(self).get("compute_loss")
         self.compute_loss = keep  # whichever class it is that overrides it
         try:
             factor = super().training_step(model, inputs, num_items_in_batch)
+        except BaseException:
+            self._pipe_kept = []
+            raise
         finally:
             del self.compute_loss
+            if own is not None:
+                self.compute_loss = own
         if not self.accelerator.sync_gradients:
             return torch.zeros_like(factor)
         return self._take_pipe_step(model, factor)
@@ -158,7 +169,9 @@ class Pipelined(_Base):  # type: ignore[misc,unused-ignore]
 
     def _pipe_parts(self, inputs: Any, number: Tensor | int | None) -> Sequence[Any]:
         """Split a batch by its rows if its loss is a sum that is divided by ``number``."""
-        adds_up = self.compute_loss_func is not None or divides_by_number_of_items(self.model)
+        adds_up = self.compute_loss.__module__ in _OF_SUMS and (
+            self.compute_loss_func is not None or divides_by_number_of_items(self.model)
+        )
         rows = {len(tensor) for tensor in tensors_of(inputs)[0] if tensor.dim()}
         if number is None or not adds_up or len(rows) != 1 or not isinstance(inputs, Mapping):
             return [inputs]
@@ -181,6 +194,8 @@ def _check(args: TrainingArguments) -> None:
         )
 
 
+_OF_SUMS = "transformers.trainer", "trl.trainer.sft_trainer"
+"""The modules whose ``compute_loss`` adds up, if the model's loss does."""
 _LOMO = ("lomo", "adalomo")
 _REFUSED = {
     "torch_compile": "compile layers of the model",

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pipert._torch import WithoutFunctions
 from pipert.layers.place import describe_layer
@@ -59,13 +59,13 @@ class ModelLayers(dict[nn.Module, ModelLayer]):
         self.begun: set[int] = set()
         """The partitions that have begun with the call of their cuts."""
         self._called: set[nn.Module] = set()
-        self._placed = list[tuple[Tensor, str, int]]()
-        """One tensor of each layer, and the partition whose device it is on."""
+        self._placed = dict[ModelLayer, int]()
+        """For each layer whose first parameter is its own, the partition it is in."""
         seen: set[int] = set()
         for layer in self.values():
             tensor = next(layer.module.parameters(), None)
             if tensor is not None and id(tensor) not in seen:
-                self._placed.append((tensor, layer.name, layer.partition))
+                self._placed[layer] = layer.partition
             seen.update(map(id, layer.module.parameters()))
         self._used: set[int] = set()  # ids of the parameters and buffers of called layers
 
@@ -79,10 +79,8 @@ class ModelLayers(dict[nn.Module, ModelLayer]):
         self._called.add(layer.module)
         if layer.partition != stage.place.j:
             self._move(layer.module, stage.place.device)
-            self._placed = [
-                (tensor, name, stage.place.j if name == layer.name else j)
-                for tensor, name, j in self._placed
-            ]
+            if layer in self._placed:
+                self._placed[layer] = stage.place.j
         tensors = (*layer.module.parameters(), *layer.module.buffers())
         self._used.update(map(id, tensors))
 
@@ -105,11 +103,12 @@ class ModelLayers(dict[nn.Module, ModelLayer]):
             RuntimeError: someone has moved a layer, such as a trainer that is about to train.
         """
         with WithoutFunctions():  # an enclosing pipe would bring them to its current device
-            for tensor, name, j in self._placed:
-                if tensor.device != devices[j] and not tensor.is_meta:
+            for layer, j in self._placed.items():
+                tensor = next(layer.module.parameters(), None)
+                if tensor is not None and tensor.device != devices[j] and not tensor.is_meta:
                     raise RuntimeError(
-                        f"{name} has been moved from {devices[j]} to {tensor.device}, but the pipe "
-                        "computes it where it has put it; do not move the model of a pipe "
+                        f"{layer.name} has been moved from {devices[j]} to {tensor.device}, but "
+                        "the pipe computes it where it has put it; do not move the model of a pipe "
                         "(accelerate takes device_placement=False), or close the pipe first"
                     )
 

@@ -14,7 +14,8 @@ it in the pipe:
 5. The loss of a call with labels is the plain model's. It is computed in one micro-batch,
    unless it is a sum that is divided by what the caller says, ``num_items_in_batch``.
 6. A call with a cache of keys and values is one micro-batch, since the cache belongs to all rows.
-   A model that makes one by default does so only for those who ask, as ``generate`` does.
+   A training step gets none, unless it asks.
+7. A call of a module around layers is one micro-batch, too.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from pipert._torch import backward_id
 from pipert._typing import Value
 from pipert.batch.joining import JoinNumbers
 from pipert.batch.tensors import tensors_of
@@ -42,8 +44,17 @@ __all__: list[str] = []
 class Runs(Protocol):
     """A pipe, as far as calls of its model need it."""
 
+    module: nn.Module
+    """The model."""
+
     def is_inside(self) -> bool:
         """Whether the current code runs inside of the pipe."""
+
+    def is_running(self) -> bool:
+        """Whether any call of the pipe is on its way."""
+
+    def splits_or_recomputes(self) -> bool:
+        """Whether a call has several micro-batches, or is recomputed."""
 
     def call_part(
         self,
@@ -82,18 +93,27 @@ class Routed:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.is_outside():
             return self.send(self.__wrapped__, args, kwargs)
-        if "use_cache" not in kwargs and self._makes_cache(kwargs):
+        pipe = self._pipe
+        if pipe is not None and self._makes_cache(args, kwargs) and pipe.splits_or_recomputes():
             kwargs["use_cache"] = False
         return self.__wrapped__(*args, **kwargs)
 
     def is_outside(self) -> bool:
-        """Whether the current code does not run inside of the pipe, which is open."""
-        if self._pipe is None or here.is_trial:
+        """Whether the current code does not run inside of the pipe, which is open.
+
+        A part of the model may be called inside by a thread of the model's own, of which nothing
+        is known, and again by a checkpoint in a backward.
+        """
+        pipe = self._pipe
+        if pipe is None or pipe.is_inside() or here.is_trial or backward_id() >= 0:
+            return False
+        if self._module is not pipe.module and pipe.is_running():
             return False
         return not any(each._is_inside() for each in _open_of(self._module))
 
     def _is_inside(self) -> bool:
-        return self._pipe is not None and self._pipe.is_inside()
+        pipe = self._pipe
+        return pipe is not None and pipe.is_inside()
 
     def send(self, call: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Call the module through its pipe; ``call`` calls it for each micro-batch."""
@@ -103,26 +123,41 @@ class Routed:
         return run(call, args, kwargs)
 
     def _run(self, call: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        assert self._pipe is not None
-        has_cache = bool(kwargs.get("use_cache")) or kwargs.get("past_key_values") is not None
+        pipe = self._pipe
+        if pipe is None:  # closed in this moment
+            return call(*args, **kwargs)
         adds_up = kwargs.get("num_items_in_batch") is not None
         adds_up = adds_up and divides_by_number_of_items(self._module)
-        in_one = has_cache or _asks_for_loss(kwargs) and not adds_up
+        # What a part of the model takes may have its rows elsewhere.
+        in_one = self._module is not pipe.module or self._has_cache(args, kwargs)
+        in_one = in_one or _asks_for_loss(kwargs) and not adds_up
+        if self._makes_cache(args, kwargs):  # as it does by default without gradients only
+            keeps = not torch.is_grad_enabled() or not pipe.splits_or_recomputes()
+            kwargs = {**kwargs, "use_cache": keeps}
         join = _Sum() if adds_up else _refuse_numbers
         given = tensors_of((args, kwargs))[0]
-        y = self._pipe.call_part(self._module, call, args, kwargs, in_one, join)
+        y = pipe.call_part(self._module, call, args, kwargs, in_one, join)
         return _on(given[0].device, y) if given else y
 
-    def _makes_cache(self, kwargs: Mapping[str, Any]) -> bool:
+    def _has_cache(self, args: Any, kwargs: dict[str, Any]) -> bool:
+        """Whether a call has a cache, or gets one that its caller may use later."""
+        if kwargs.get("use_cache") or kwargs.get("past_key_values") is not None:
+            return True
+        return not torch.is_grad_enabled() and self._makes_cache(args, kwargs)
+
+    def _makes_cache(self, args: Any, kwargs: dict[str, Any]) -> bool:
         """Whether the module, one of transformers, makes a cache that nobody has asked for."""
-        if kwargs.get("past_key_values") is not None:
-            return False
         config = getattr(self._module, "config", None)
+        if config is None or kwargs.get("past_key_values") is not None:
+            return False
         text_config = getattr(config, "get_text_config", lambda: config)()
         if not getattr(text_config, "use_cache", False):
             return False
-        parameters = inspect.signature(self.__wrapped__).parameters.values()
-        return any(p.name == "use_cache" or p.kind is p.VAR_KEYWORD for p in parameters)
+        signature = inspect.signature(self.__wrapped__)
+        given = signature.bind_partial(*args, **kwargs).arguments
+        takes = [p.name == "use_cache" or p.kind is p.VAR_KEYWORD for p in
+                 signature.parameters.values()]  # fmt: skip
+        return any(takes) and "use_cache" not in {**given, **kwargs}
 
     def remove(self) -> None:
         """Call the plain ``forward`` from now on, also if someone has wrapped this one."""
@@ -178,8 +213,11 @@ def divides_by_number_of_items(model: nn.Module) -> bool:
     such as the balance loss of experts.
     """
     config: Any = getattr(model, "config", None)
-    with_balance_loss = getattr(config, "output_router_logits", False)
-    return getattr(model, "loss_type", None) == "ForCausalLM" and not with_balance_loss
+    loss: Any = getattr(model, "loss_function", None)
+    is_of_library = getattr(loss, "__module__", "").startswith("transformers.")
+    is_sum = is_of_library and getattr(loss, "__name__", "") == "ForCausalLMLoss"
+    is_used = getattr(model, "loss_type", None) == "ForCausalLM"  # others may have it for nothing
+    return is_sum and is_used and not getattr(config, "output_router_logits", False)
 
 
 class _Sum:

@@ -60,12 +60,24 @@ def gather(
 def _is_leaf(rows: int, value: Value) -> bool:
     """Return whether a part of an output is joined as a whole.
 
-    It may be a list with one entry for each of ``rows``: the tensors in it are not rows themselves.
+    It may be a list with one entry for each of ``rows``, each a container of tensors, such as the
+    boxes and scores in an image.
+
+    Raises:
+        ValueError: the tensors in the entries might be rows themselves.
     """
     if is_whole(value) or type(value) is not list or not rows or len(value) != rows:
         return is_whole(value)
-    tensors = tensors_of(value)[0]
-    return not all([tensor.dim() > 0 and len(tensor) == rows for tensor in tensors])
+    tensors = [tensors_of(entry)[0] for entry in value]
+    if not all(tensors) or any(isinstance(entry, Tensor) for entry in value):
+        return False
+    if all([tensor.dim() > 0 and len(tensor) == rows for each in tensors for tensor in each]):
+        raise ValueError(
+            f"the last layer returned a list of {rows} containers for a micro-batch of {rows} "
+            f"rows, and each tensor in them has {rows} entries, so it is unclear whether these or "
+            "the entries of the list are the rows; return a tuple if the entries are not"
+        )
+    return True
 
 
 def _join(

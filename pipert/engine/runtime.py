@@ -14,6 +14,7 @@ Guarantees:
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextvars import ContextVar
@@ -139,11 +140,16 @@ class Runtime:
             run = self._new_run(plan, notifier)
             posting = Posting(self.model.assemble(run, [x], None, None), self.pool.put)
             del x
-            self.waiting.post(posting)
             try:
+                self.waiting.post(posting)
                 yield run.outcome.cancel
             except BaseException:
                 run.outcome.cancel()
+                if threading.current_thread() in threads:
+                    # The iterator was collected in a layer, behind which the run's tasks wait.
+                    self.waiting.give_up(run, posting)
+                    run.end()
+                    raise
                 limit = 0.0 if self.waiting.stuck() else timeout  # it waits behind one given up
                 with contextlib.suppress(Exception):  # an earlier one is the first in order
                     self._execute(run, posting, threads, limit)

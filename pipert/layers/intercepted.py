@@ -63,8 +63,9 @@ class Calls:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module: Any = self._module()
         call = self.compiled or plain_call(module)
-        if self.route is not None and self.route.is_outside():
-            call = partial(_send, self.route, call)
+        route = self.route  # the pipe may be closed meanwhile
+        if route is not None and route.is_outside():
+            call = partial(_send, route, call)
         interceptor = here.interceptor  # of another pipe, of which the module is a layer
         if interceptor is None:
             return call(*args, **kwargs)

@@ -158,4 +158,7 @@ def hand_back(model: nn.Module) -> None:
     skipped = getattr(model, "_skip_keys_device_placement", None)  # arguments that stay, as caches
     with warnings.catch_warnings():  # a parameter of no layer has an entry, as it must
         warnings.filterwarnings("ignore", "The following device_map keys do not match")
-        accelerate.dispatch_model(model, given, skip_keys=skipped)
+        try:
+            accelerate.dispatch_model(model, given, skip_keys=skipped)
+        except ValueError as error:  # such as for a module that was put in later
+            _log.warning("accelerate does not take the model of a closed pipe back: %s", error)

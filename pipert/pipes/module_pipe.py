@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self
 
+import torch
 from torch import nn
 
 from pipert._torch import STATE_TABLES
@@ -134,6 +135,16 @@ class ModulePipe(Pipelined):
     def is_inside(self) -> bool:
         """Whether the current code runs inside of this pipe."""
         return self._runtime.is_inside()
+
+    def is_running(self) -> bool:
+        """Whether any call of the pipe is on its way."""
+        return bool(self._runtime.counters.live)
+
+    def splits_or_recomputes(self) -> bool:
+        """Whether a call of the model has several micro-batches, or is recomputed."""
+        return self._chunks > 1 or (
+            torch.is_grad_enabled() and self._checkpoint not in (None, "never")
+        )
 
     def call_part(
         self,
