@@ -148,7 +148,7 @@ class Routed:
     def _makes_cache(self, args: Any, kwargs: dict[str, Any]) -> bool:
         """Whether the module, one of transformers, makes a cache that nobody has asked for."""
         config = getattr(self._module, "config", None)
-        if config is None or kwargs.get("past_key_values") is not None:
+        if config is None or "use_cache" in kwargs or kwargs.get("past_key_values") is not None:
             return False
         text_config = getattr(config, "get_text_config", lambda: config)()
         if not getattr(text_config, "use_cache", False):
@@ -157,7 +157,7 @@ class Routed:
         given = signature.bind_partial(*args, **kwargs).arguments
         takes = [p.name == "use_cache" or p.kind is p.VAR_KEYWORD for p in
                  signature.parameters.values()]  # fmt: skip
-        return any(takes) and "use_cache" not in {**given, **kwargs}
+        return any(takes) and "use_cache" not in given
 
     def remove(self) -> None:
         """Call the plain ``forward`` from now on, also if someone has wrapped this one."""
