@@ -161,6 +161,8 @@ class Routed:
 
     def remove(self) -> None:
         """Call the plain ``forward`` from now on, also if someone has wrapped this one."""
+        if self._pipe is None:
+            return
         self._pipe = None
         calls = calls_of(self._module)
         if calls.route is self:

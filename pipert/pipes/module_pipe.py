@@ -197,8 +197,9 @@ class ModulePipe(Pipelined):
         finally:
             model = self._runtime.model
             assert isinstance(model, AnyModel)
+            model.threads.stop()
             is_first = self._release.alive
-            for routed in self._routed if is_first else ():
+            for routed in self._routed:
                 routed.remove()
             self._release()  # a finalizer: runs only once, even if it was interrupted
         if not self._runtime.is_inside():  # else other threads may be waiting for this layer

@@ -128,6 +128,7 @@ def test_the_end_of_a_with_statement_does_not_replace_what_is_being_raised() -> 
         assert "pipert-cpu-1" in "".join(logged.output)
 
 
+@pytest.mark.layered  # any model keeps its pipe
 def test_the_last_reference_to_a_stuck_pipe_may_be_dropped() -> None:
     stuck = Stuck()
     stuck.times_out()

@@ -243,6 +243,7 @@ def test_a_step_makes_no_cycles(checkpoint: str, schedule: str) -> None:
     assert found == [] and tensors == []
 
 
+@pytest.mark.layered  # any model keeps its pipe
 def test_the_error_of_a_step_does_not_keep_its_pipe_alive_when_it_is_dropped() -> None:
     def no(*_: Any) -> Tensor:
         raise ValueError
