@@ -153,7 +153,10 @@ def hand_back(model: nn.Module) -> None:
     modules = dict(model.named_modules())
     for name in given:  # a layer may have moved to the partition that called it first
         tensors = (*modules[name].parameters(), *modules[name].buffers()) if name in modules else ()
-        used = [tensor.device.index for tensor in tensors if tensor.device.type == "cuda"]
+        used = {tensor.device.index for tensor in tensors if tensor.device.type == "cuda"}
+        if len(used) > 1:  # it shares a weight with a layer elsewhere, which accelerate would copy
+            _log.info("%r has weights on several devices, so it cannot be called there", name)
+            return
         given[name] = next(iter(used), given[name])
     skipped = getattr(model, "_skip_keys_device_placement", None)  # arguments that stay, as caches
     with warnings.catch_warnings():  # a parameter of no layer has an entry, as it must

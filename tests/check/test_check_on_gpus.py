@@ -19,7 +19,7 @@ from pipert.check.command import QUICK, run
 from pipert.check.finding import BROKEN, HOLDS, NOT_CHECKED, REPORTED, Finding
 from pipert.check.models import chain, transformer
 from pipert.check.ways import Devices, Way
-from pipert.pipes import pipelined
+from pipert.pipes import pipelined, stepping
 from pipert.stage.stage import Task
 from tests import simulated_gpus
 
@@ -119,7 +119,7 @@ def test_checkpointing_that_keeps_all_activations_is_noticed(
 
 @pytest.mark.multi_gpu
 def test_a_1f1b_that_keeps_all_activations_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipelined, "plan", lambda schedule, *args: schedules.plan("gpipe", *args))
+    monkeypatch.setattr(stepping, "plan", lambda schedule, *args: schedules.plan("gpipe", *args))
     found = found_in_memory()["peak memory"]
     assert found.outcome == BROKEN
     assert "1f1b" in found.seen and "checkpoint='always'" not in found.seen

@@ -88,7 +88,7 @@ def test_inputs_that_may_be_overwritten_too_early_are_found() -> None:
 
 def test_a_wrong_value_is_found_and_the_case_is_shrunk() -> None:
     right = gather
-    with seeded_fault(pipelined, "gather", lambda ys, sizes: right(ys[::-1], sizes[::-1])):
+    with seeded_fault(pipelined, "gather", lambda ys, sizes, *_: right(ys[::-1], sizes[::-1])):
         case, kind = found()
         assert kind == "differs"
         small = shrink(case, kind, seconds=20, tries=1)
