@@ -15,7 +15,8 @@ it in the pipe:
    unless it is a sum that is divided by what the caller says, ``num_items_in_batch``.
 6. A call with a cache of keys and values is one micro-batch, since the cache belongs to all rows.
    A training step gets none, unless it asks.
-7. A call of a module around layers is one micro-batch, too.
+7. A call of a module around layers is one micro-batch, too, and goes through the pipe while no
+   other call does: the model may call its parts on threads of its own.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class Runs(Protocol):
         """Call ``module`` with a mini-batch; ``in_one`` micro-batch, or split as usual."""
 
 
-# Of each module whose calls go through a pipe; if through one of several, the last that was made.
+# The routes of each module, in the order they were made.
 _routed: WeakKeyDictionary[nn.Module, list[weakref.ref[Routed]]] = WeakKeyDictionary()
 
 

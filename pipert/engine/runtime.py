@@ -147,7 +147,8 @@ class Runtime:
                 run.outcome.cancel()
                 if threading.current_thread() in threads:
                     # The iterator was collected in a layer, behind which the run's tasks wait.
-                    self.waiting.give_up(run, posting)
+                    for stage in posting.stages:
+                        stage.give_up()
                     run.end()
                     raise
                 limit = 0.0 if self.waiting.stuck() else timeout  # it waits behind one given up

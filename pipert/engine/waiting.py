@@ -92,7 +92,7 @@ class Waiting:
             if self._wait(run, posting, threads, timeout):
                 return
             error = self.timed_out("a call of the pipe was not over", timeout)
-            self.give_up(run, posting)
+            self._give_up(run, posting)
         except BaseException:
             try:
                 self._call_off(run, posting, threads, timeout)
@@ -162,7 +162,7 @@ class Waiting:
                 # Again, since it is unknown how far the interrupted call came. It posts once.
                 self.post(posting)
                 if not self._wait(run, posting, threads, 0.0 if interrupts > 1 else timeout):
-                    self.give_up(run, posting)
+                    self._give_up(run, posting)
                     if not is_told:
                         what = "layers of an interrupted call had not returned"
                         report = self.timed_out(what, monotonic() - began)
@@ -172,7 +172,7 @@ class Waiting:
             except BaseException:  # noqa: B036  the first interrupt is being raised
                 interrupts += 1
 
-    def give_up(self, run: Run, posting: Posting) -> None:
+    def _give_up(self, run: Run, posting: Posting) -> None:
         """Give up a run whose layer does not return: R2 as far as possible. Idempotent."""
         run.outcome.cancel()
         self._given_up[run.outcome] = os.getpid(), run.number
