@@ -57,13 +57,22 @@ class Row:
     missed: tuple[str, ...] = ()
 
 
-def start(argv: Sequence[str] | None, description: str | None) -> argparse.Namespace:
-    """Reads ``--check``, ``--short`` and ``--slack``, sets one thread, and prints the header."""
+def start(
+    argv: Sequence[str] | None, description: str | None, *, devices: str | None = None
+) -> argparse.Namespace:
+    """Reads ``--check``, ``--short`` and ``--slack``, sets one thread, and prints the header.
+
+    With ``devices``, it also reads ``--devices``, whose default that is, as a list of names.
+    """
     parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="exit with 1 when a bar is missed")
     parser.add_argument("--short", action="store_true", help="fewer repeats, for CI")
     parser.add_argument("--slack", type=float, default=1.0, help="multiplies the bars of times")
+    if devices is not None:
+        parser.add_argument("--devices", default=devices, help="such as cuda:0,cuda:0")
     arguments = parser.parse_args(argv)
+    if devices is not None:
+        arguments.devices = arguments.devices.split(",")
     if argv is None:
         one_thread_everywhere()
     torch.set_num_threads(1)

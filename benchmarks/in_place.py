@@ -1,7 +1,7 @@
 """Compares calls of a model that is in a pipe with calls of the pipe, and ready micro-batches.
 
-A Llama of transformers, built from a configuration, in two partitions on two CPU workers, without
-recomputation. *Through the model* calls the model, whose call goes through the pipe. *Ready* takes
+A Llama of transformers, built from a configuration, in two partitions on two CPU workers, or on
+``--devices``, without recomputation; on GPUs it is larger. *Through the model* calls the model, whose call goes through the pipe. *Ready* takes
 a step of eight micro-batches that are given one by one, *by rows* one that splits a batch into
 eight. *Generate* continues eight rows by 16 tokens, in the pipe and in the plain model, one
 micro-batch at a time in both.
@@ -40,12 +40,12 @@ PAIRS = (
 )
 
 
-def built() -> Any:
-    """Builds a Llama whose four layers take some milliseconds each."""
+def built(width: int, layers: int) -> Any:
+    """Builds a Llama whose layers take some milliseconds each."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=256, intermediate_size=512, num_hidden_layers=4,
-        num_attention_heads=4, pad_token_id=0, use_cache=False,
+        vocab_size=VOCABULARY, hidden_size=width, intermediate_size=2 * width,
+        num_hidden_layers=layers, num_attention_heads=width // 64, pad_token_id=0, use_cache=False,
     )  # fmt: skip
     return LlamaForCausalLM(config)
 
@@ -56,7 +56,7 @@ def loss_of(output: Any, labels: Tensor) -> Tensor:
 
 def products(model: Any, plain: Any, pipe: Any) -> dict[str, Callable[[], object]]:
     """Returns what is measured, by name."""
-    ids = torch.randint(1, VOCABULARY, (ROWS, TOKENS))
+    ids = torch.randint(1, VOCABULARY, (ROWS, TOKENS), device=plain.device)
     prompt = ids[: ROWS // 2, :8]
     ready = [{"input_ids": part} for part in ids.chunk(CHUNKS)]
 
@@ -77,19 +77,20 @@ def products(model: Any, plain: Any, pipe: Any) -> dict[str, Callable[[], object
     }
 
 
-def measured(repeats: int, slack: float) -> list[Row]:
+def measured(devices: Sequence[str], repeats: int, slack: float) -> list[Row]:
     """Measures milliseconds of each product, and the ratios of those that belong together."""
-    model = built()
-    plain = copy.deepcopy(model)
-    cuts = ["model.layers.2"]
-    options: dict[str, Any] = {"devices": ["cpu", "cpu"], "chunks": CHUNKS, "checkpoint": "never"}
+    width, layers = (256, 4) if devices[0] == "cpu" else (2048, 16)
+    model = built(width, layers)
+    plain = copy.deepcopy(model).to(devices[0])
+    cuts = [f"model.layers.{layers // 2}"]
+    options: dict[str, Any] = {"devices": devices, "chunks": CHUNKS, "checkpoint": "never"}
     with pipert.pipeline(model, cuts, **options) as pipe:
         found = products(model, plain, pipe)
 
         def seconds(name: str) -> float:
-            begin = time.perf_counter()
+            begin = _now(devices)
             found[name]()
-            return time.perf_counter() - begin
+            return _now(devices) - begin
 
         samples = take_turns(seconds, tuple(found), repeats=repeats)
     took = {name: 1e3 * median(times) for name, times in samples.items()}
@@ -102,10 +103,16 @@ def measured(repeats: int, slack: float) -> list[Row]:
     return table
 
 
+def _now(devices: Sequence[str]) -> float:
+    for device in set(devices) - {"cpu"}:
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the table; returns 1 if ``--check`` was given and a bar was missed."""
-    arguments = start(argv, __doc__)
-    measure = partial(measured, 15 if arguments.short else 51, arguments.slack)
+    arguments = start(argv, __doc__, devices="cpu,cpu")
+    measure = partial(measured, arguments.devices, 15 if arguments.short else 51, arguments.slack)
     columns = "measured", "beside", "ms", "beside it, ms", "ratio", "bar"
     table = rows(measure, check=arguments.check)
     return verdict(report("A Llama in place", columns, table), check=arguments.check)

@@ -128,11 +128,8 @@ def stashed() -> Any:
 
 
 def stash(value: Any) -> None:
-    """Stash ``value`` for this thread and its backward; ``None`` empties the stash."""
-    if value is not None:
-        _torch.stash(_STASH, value)
-    elif _torch.is_stashed(_STASH):
-        _torch.unstash(_STASH)
+    """Stash ``value`` for this thread and its backward; ``None`` stands for nothing."""
+    _torch.stash(_STASH, value)
 
 
 def operations(wanted: Callable[[Any], bool]) -> list[tuple[Any, Any]]:
