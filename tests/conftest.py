@@ -11,9 +11,11 @@ import gc
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from pipert.balance import balance_by_time, layer_times
 from pipert.workers.worker import WorkerThread
@@ -130,3 +132,12 @@ def _no_thread_left(request: pytest.FixtureRequest) -> Iterator[None]:
         gc.collect()  # a pipe in a failed test's frames is not a leak of pipert's
         left = wait_until_gone(new)
         assert not left, f"the test left threads behind: {sorted(t.name for t in left)}"
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    """Makes a process group of this process alone."""
+    store = f"file://{tmp_path / 'store'}"
+    dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

@@ -6,14 +6,12 @@ import doctest
 import importlib
 import re
 import runpy
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import pipert
@@ -69,15 +67,6 @@ class Blocks(nn.Module):
         for layer in self.layers:
             x = x + layer(x)
         return x
-
-
-@pytest.fixture
-def one_rank(tmp_path: Path) -> Iterator[None]:
-    """Makes a process group of this process alone."""
-    at = f"file://{tmp_path / 'store'}"
-    dist.init_process_group("gloo", init_method=at, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from torch import nn
 from pipert._torch import HOOK_TABLES
 from pipert._typing import Device
 from pipert.layers.batchnorm import check_batch_norm
+from pipert.model.data_parallel import refuse_data_parallel
 from pipert.model.devices import default_devices, parse_devices
 from pipert.model.placed import Placed
 from pipert.model.settings import whole
@@ -42,6 +43,7 @@ class Partitioned(Placed):
     ) -> None:
         super().__init__()
         check_module(module)
+        refuse_data_parallel(module)
         verify_skippables(module)
         self._balance = [whole(count, "each entry of balance") for count in balance]
         n = len(self._balance)
@@ -90,9 +92,10 @@ class Partitioned(Placed):
             ValueError: no layer has that name (none can be added or removed), ``module`` is not a
                 module, or a buffer would be needed on two devices.
             TypeError: its stashes and pops do not match those of the other layers, or it is a
-                SyncBatchNorm.
+                SyncBatchNorm, or data-parallel itself.
         """
         if name in self._modules and isinstance(module, nn.Module):
+            refuse_data_parallel(module)
             changed = sequential({**self._modules, name: module}, self.training)
             verify_skippables(changed)
             check_batch_norm(module, self._deferred_batch_norm)

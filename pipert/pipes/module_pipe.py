@@ -18,6 +18,7 @@ from pipert.layers.batchnorm import check_batch_norm
 from pipert.layers.compiling import refuse_compilation
 from pipert.model.calls import order_of_calls
 from pipert.model.cuts import check_cuts, homes, homes_outside_of_layers, layers_of
+from pipert.model.data_parallel import refuse_data_parallel
 from pipert.model.device_map import hand_back, note_device_map
 from pipert.model.devices import default_devices, parse_devices
 from pipert.model.settings import check_timeout
@@ -66,6 +67,7 @@ class ModulePipe(Pipelined):
         self.chunks = chunks
         self.checkpoint = checkpoint
         self.timeout = timeout
+        refuse_data_parallel(module)
         self._cuts = check_cuts(module, cuts)
         n = len(self._cuts) + 1
         parsed = default_devices(n) if devices is None else parse_devices(devices)

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pipert import Pipe
+from pipert import Pipe, pipeline
 from pipert.workers.worker import WorkerThread
 from tests.embedding import _ddp_steps
 
@@ -183,6 +183,21 @@ def trains_with(rank: int, checkpoint: str, options: str) -> None:
 @for_each_mode
 def ddp_trains_as_one_process_does_on_the_whole_batch(rank: int, checkpoint: str) -> None:
     trains_with(rank, checkpoint, "default")
+
+
+@for_each_mode
+def ddp_around_a_model_in_place_has_the_gradients_of_the_whole_batch(
+    rank: int, checkpoint: str
+) -> None:
+    module, xs = five_layers(), batches(*ROWS[0])
+    plain = copy.deepcopy(module)
+    options: Any = {"devices": ["cpu", "cpu"], "chunks": 3, "checkpoint": checkpoint}
+    with pipeline(module, ["2"], **options) as pipe:
+        ddp = wrap(module)
+        loss_of(ddp(xs[rank])).backward()  # type: ignore[no-untyped-call]
+        assert pipe.statistics().runs == 1
+    whole_batch_gradients(plain, xs)
+    same(grads_of(module), grads_of(plain))
 
 
 @for_each_mode

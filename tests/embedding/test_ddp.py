@@ -31,6 +31,7 @@ IN_EACH_MODE = (
     "statistics_of_micro_batches_are_those_of_process_0",
     "statistics_that_are_deferred_are_those_of_process_0",
     "the_step_after_an_error_of_a_layer_is_right",
+    "ddp_around_a_model_in_place_has_the_gradients_of_the_whole_batch",
 )
 ONCE = (
     "every_process_begins_with_what_process_0_has",

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -264,15 +263,6 @@ def test_a_run_goes_on_with_a_pipe_that_was_saved_whole(tmp_path: Path) -> None:
 # From inside DDP.
 
 
-@pytest.fixture
-def process_group(tmp_path: Path) -> Iterator[None]:
-    """Makes a process group of one process."""
-    store = f"file://{tmp_path}/store"
-    dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 @contextlib.contextmanager
 def in_ddp(place: str, path: Path, way: str) -> Iterator[None]:
     """A run that was saved inside of DDP."""
@@ -286,7 +276,7 @@ def in_ddp(place: str, path: Path, way: str) -> Iterator[None]:
 @pytest.mark.slow
 @pytest.mark.parametrize("after", ["plain", "three devices"])
 def test_a_file_of_ddp_is_loaded_without_its_prefix(
-    process_group: None, tmp_path: Path, after: str
+    one_rank: None, tmp_path: Path, after: str
 ) -> None:
     path = tmp_path / "run"
     with in_ddp("two devices", path, "torch.save"), placed(six_layers(9), PLACES[after]) as model:
@@ -301,7 +291,7 @@ def test_a_file_of_ddp_is_loaded_without_its_prefix(
 
 
 @pytest.mark.slow
-def test_a_run_without_ddp_is_taken_up_inside_of_it(process_group: None, tmp_path: Path) -> None:
+def test_a_run_without_ddp_is_taken_up_inside_of_it(one_rank: None, tmp_path: Path) -> None:
     path = tmp_path / "run"
     with placed(six_layers(0), None) as model:
         run = training(model)

@@ -1,0 +1,38 @@
+"""Refuses modules that spread their own calls over devices or processes, inside a pipe.
+
+Around a pipe, or a model in one, ``DistributedDataParallel`` is right: it communicates once.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+__all__: list[str] = []
+
+_SHARDED = (
+    "whose processes must gather its parameters in the same order; the concurrent workers of a "
+    "pipe have none. Use FSDP alone, or pipert.distributed, which takes sharded partitions"
+)
+_REMEDIES = {
+    "DataParallel": "which computes on the devices of other workers; put its .module in its place, "
+    "for a pipe uses all devices by itself",
+    "DistributedDataParallel": "whose processes must all communicate in the same order; the "
+    "concurrent workers of a pipe have none. Put its .module in its place, and wrap the pipe, or "
+    "the model that pipert.pipeline() has changed, in DistributedDataParallel",
+    "FullyShardedDataParallel": _SHARDED,
+    "FSDPModule": _SHARDED,
+}
+"""By the name of a class, since other libraries have classes of these names, too."""
+
+
+def refuse_data_parallel(module: nn.Module) -> None:
+    """Refuse modules that are data-parallel themselves, at any depth.
+
+    Raises:
+        TypeError: ``module`` is, or has in it, one of ``_REMEDIES``.
+    """
+    for name, part in module.named_modules():
+        for kind in type(part).__mro__:
+            if remedy := _REMEDIES.get(kind.__name__):
+                what = f"layer {name!r}" if name else "the model"
+                raise TypeError(f"{what} is a {kind.__name__}, {remedy}")

@@ -1,0 +1,58 @@
+"""Tests that modules which are data-parallel themselves are refused inside a pipe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from pipert import pipeline
+from tests.pipes import pipe_of_layers
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+class FullyShardedDataParallel(nn.Sequential):
+    """Stands for torch's, which needs a GPU; fairscale's is named alike."""
+
+
+def wrapped(kind: str) -> nn.Module:
+    layer = nn.Linear(4, 4)
+    if kind == "FSDPModule":
+        fully_shard(layer, mesh=init_device_mesh("cpu", (1,)))
+        return layer
+    kinds: list[Callable[[nn.Module], nn.Module]] = [
+        DataParallel, DistributedDataParallel, FullyShardedDataParallel,
+    ]  # fmt: skip
+    return {each.__name__: each for each in kinds}[kind](layer)
+
+
+@pytest.mark.parametrize(
+    ("kind", "remedy"),
+    [
+        ("DataParallel", "put its .module in its place"),
+        ("DistributedDataParallel", "wrap the pipe, or the model"),
+        ("FullyShardedDataParallel", "Use FSDP alone"),
+        ("FSDPModule", "Use FSDP alone, or pipert.distributed"),
+    ],
+)
+def test_a_data_parallel_module_is_refused_with_a_remedy(kind: str, remedy: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(wrapped(kind)))
+    message = f"layer '1.0' is a {kind}, .*{remedy}"
+    with pytest.raises(TypeError, match=message):
+        pipeline(model, ["1"], devices=["cpu", "cpu"])
+    with pytest.raises(TypeError, match=message):
+        pipe_of_layers(*model)
+    with pytest.raises(TypeError, match=f"the model is a {kind}"):
+        pipeline(wrapped(kind), ["module"], devices=["cpu", "cpu"])
+
+
+def test_a_layer_is_not_replaced_by_a_data_parallel_one() -> None:
+    with pipe_of_layers(nn.Linear(4, 4), nn.Linear(4, 4)) as pipe:
+        with pytest.raises(TypeError, match="is a DataParallel"):
+            pipe[0] = wrapped("DataParallel")
+        assert isinstance(pipe[0], nn.Linear)
