@@ -2,7 +2,9 @@
 
 The model need not name its lists of blocks: they are the outermost ``ModuleList``s (``_pp_plan`` of
 transformers names the same ones). A list inside an element, such as one of experts, is no place to
-cut, unless the element takes more than a partition's share.
+cut, unless the element takes more than a partition's share. Then it is cut inside if it stands
+alone, as a backbone does. If it is one of several of its class, it is a block and stays whole, but
+for a stage, which has a list of blocks of its own.
 """
 
 from __future__ import annotations
@@ -25,6 +27,8 @@ __all__: list[str] = []
 
 Times = dict[str, float]
 
+_LISTS = (nn.ModuleList, nn.Sequential)
+
 
 def choose_cuts(
     model: nn.Module,
@@ -39,7 +43,7 @@ def choose_cuts(
     Candidates are the elements of the model's outermost ``ModuleList``s, or of its ``Sequential``s
     if it has none, or else its children; other modules with parameters beside these, such as an
     embedding and a head; and the modules inside a candidate that takes longer than a partition
-    should.
+    should, unless it is a block.
 
     Args:
         model: on any device, in the mode to measure; stays unchanged, see :func:`block_times`.
@@ -89,10 +93,28 @@ def _refined_cuts(
         cuts = cuts.union(useless).difference(*(split[name] for name in useless))
         whole |= useless
         long = [name for name, seconds in times.items() if seconds > share and name not in whole]
-        split = {name: pieces for name in long if (pieces := set(_pieces(model, name)))}
+        split = {name: pieces for name in long if (pieces := set(_parts(model, name)))}
         if not split and not useless:
             return cuts, list(times)
         cuts = cuts.difference(split).union(*split.values())
+
+
+def _parts(model: nn.Module, name: str) -> list[str]:
+    """Returns the names of the modules into which a long block is split: none if it is repeated.
+
+    A repeated one that has a list of several modules of one class is a stage of blocks.
+    """
+    module = model.get_submodule(name)
+    siblings = model.get_submodule(name.rpartition(".")[0])
+    if isinstance(siblings, _LISTS) and _of_class(siblings, type(module)) > 1:
+        inner = [child for child in module.children() if isinstance(child, _LISTS)]
+        if not any(len(part) == _of_class(part, type(part[0])) > 1 for part in inner if len(part)):
+            return []
+    return _pieces(model, name)
+
+
+def _of_class(modules: nn.Module, kind: type[nn.Module]) -> int:
+    return sum(type(child) is kind for child in modules.children())
 
 
 def _pieces(model: nn.Module, name: str) -> list[str]:
@@ -102,7 +124,7 @@ def _pieces(model: nn.Module, name: str) -> list[str]:
     if is_compiled_itself(module):
         return []
     found: list[str] = []
-    for kind in (nn.ModuleList, nn.Sequential):
+    for kind in _LISTS:
         found = found or [piece for piece in _elements(name, module, kind) if piece in known]
     return found or [piece for piece in _children(name, module) if piece in known]
 

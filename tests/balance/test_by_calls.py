@@ -191,8 +191,18 @@ class Block(nn.Module):
 
 
 def test_an_element_is_cut_inside_only_if_it_takes_more_than_its_share() -> None:
-    assert chosen(Stack([Block(), Block(), Block()]), 2)[0] in ("layers.1", "layers.2")
-    assert chosen(Stack([Block(2), Block(5), Block(1)]), 2) == ["layers.1.out"]
+    assert chosen(Stack([Block(), *takes(1, 1)]), 2)[0] in ("layers.1", "layers.2")
+    assert chosen(Stack([*takes(2), Block(5), *takes(1)]), 2) == ["layers.1.out"]
+
+
+def test_a_block_is_not_cut_inside_though_it_takes_more_than_its_share() -> None:
+    assert chosen(Stack([Block(2), Block(5), Block(1)]), 2) == ["layers.1"]
+    assert chosen(Stack([Block(2), Block(2)], 1, 1), 4) == ["layers.0", "layers.1", "last"]
+
+
+def test_a_stage_is_cut_between_its_blocks() -> None:
+    stages = [Stack([Block(), Block()]), Stack([Block() for _ in range(6)])]
+    assert chosen(Stack(stages), 2) == ["layers.1.layers.2"]
 
 
 def test_lists_inside_elements_are_cut_only_if_an_element_takes_more_than_its_share() -> None:
