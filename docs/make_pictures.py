@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipert import Event, Pipe, Timeline
+from pipert import Event, Pipe, Timeline, pipeline
 from pipert.timeline.picture import save_picture
 
 PICTURES = Path(__file__).parent / "pictures"
@@ -82,6 +82,25 @@ def recorded(
                     if backward:
                         y.sum().backward()
             timelines.append(timeline)
+    return fastest(timelines)
+
+
+def fine_tuned(seconds: Sequence[float], rows: Sequence[int], *, steps: int) -> Timeline:
+    """Records the fastest of ``steps`` of a model in place; each micro-batch has its ``rows``."""
+    model = nn.Sequential(*map(Stage, seconds))
+    cuts, devices = [str(j) for j in range(1, len(seconds))], ["cpu"] * len(seconds)
+    microbatches = [torch.ones(number, 1) for number in rows]
+    timelines = []
+    with pipeline(model, cuts, devices=devices, checkpoint="never") as pipe:
+        for _ in range(steps):
+            with pipe.record() as timeline:
+                pipe.forward_backward(microbatches=microbatches, step=lambda x: model(x).sum())
+            timelines.append(timeline)
+    return fastest(timelines)
+
+
+def fastest(timelines: Sequence[Timeline]) -> Timeline:
+    """Returns the shortest."""
     return min(timelines, key=lambda timeline: max(event.end for event in timeline.events))
 
 
@@ -159,6 +178,10 @@ def pictures(steps: int) -> dict[str, dict[str, Timeline]]:
             "loss.backward()": recorded(even, 6, steps=steps),
             "schedule='gpipe'": recorded(even, 6, steps=steps, schedule="gpipe"),
             "schedule='1f1b'": recorded(even, 6, steps=steps, schedule="1f1b"),
+        },
+        "fine_tuning": {
+            "One batch, as with a device_map": fine_tuned(even, [ROWS], steps=steps),
+            "Six ready micro-batches, in a step": fine_tuned(even, [6, 4, 7, 5, 6, 4], steps=steps),
         },
         "gpus": {"Three GPUs: the schedule, drawn and not measured": drawn(4, 3, 0.020, 0.008)},
     }

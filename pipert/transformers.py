@@ -73,7 +73,8 @@ class Pipelined(_Base):  # type: ignore[misc,unused-ignore]
         recomputes = [one for one in given if one.gradient_checkpointing]
         for one in given:
             _check(one)
-            one.gradient_checkpointing = False  # the model's own would recompute what the pipe does
+            # The model's own would recompute what the pipe does; the first name is the older one.
+            one.gradient_checkpointing = one.activation_checkpointing = False
         self._pipe_schedule = schedule
         self._pipe_kept: list[tuple[Any, Any, Tensor]] = []
         super().__init__(*args, **kwargs)

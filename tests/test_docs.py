@@ -33,7 +33,7 @@ PLACE = re.compile(r"\]\(([^)#:]+)#([^)]+)\)")
 KINDS = {"python", "bash", "sh", "text"}
 NEEDS = {
     "any_model": ("transformers", "accelerate", "peft"),
-    "fine_tuning": ("transformers", "accelerate", "peft"),
+    "fine_tuning": ("transformers", "accelerate", "peft", "lightning"),
     "seeing": ("matplotlib",),
     "ddp": ("numpy",), "several_machines": ("numpy",),
 }
@@ -72,6 +72,8 @@ class Blocks(nn.Module):
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_measurement")
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # Lightning
+@pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers:UserWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("page", [p for p in PAGES if CODE.search(p.read_text())], ids=named)
 def test_the_code_of_a_page_runs_from_top_to_bottom(
@@ -247,8 +249,12 @@ def test_the_first_page_of_the_site_fits_installs_and_says_what_is_untested() ->
 def test_ci_runs_each_command_of_readme_under_its_number() -> None:
     commands = re.findall(r"^```bash\n(.*?)^```", OUTSIDE[0].read_text(), re.DOTALL | re.MULTILINE)
     runs = (ROOT / ".ci" / "run").read_text()
-    shortened = re.findall(r"readme_command (\d+) \| sed 's\|([^|]+)\|([^|]+)\|'", runs)
-    assert sorted(int(number) for number, *_ in shortened) == [*range(1, len(commands) + 1)]
+    shortened = [
+        (number, what, short)
+        for number, edits in re.findall(r"readme_command (\d+) \| sed '([^']+)'", runs)
+        for what, short in re.findall(r"s\|([^|]+)\|([^|]+)\|", edits)
+    ]
+    assert {int(number) for number, *_ in shortened} == {*range(1, len(commands) + 1)}
     for number, what, short in shortened:
         assert what in commands[int(number) - 1] and short != what
 

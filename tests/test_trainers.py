@@ -182,6 +182,8 @@ def train(case: Case, folder: Path, piped: bool, mixin: bool, **more: Any) -> di
     if pipe is not None:
         assert pipe.statistics().runs
         pipe.close()
+        if mixin:  # else each layer would be recomputed twice
+            assert not any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
     history = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
     return {
         "losses": [entry["loss"] for entry in history],
