@@ -1,10 +1,10 @@
 """Compares calls of a model that is in a pipe with calls of the pipe, and ready micro-batches.
 
 A Llama of transformers, built from a configuration, in two partitions on two CPU workers, or on
-``--devices``, without recomputation; on GPUs it is larger. *Through the model* calls the model, whose call goes through the pipe. *Ready* takes
-a step of eight micro-batches that are given one by one, *by rows* one that splits a batch into
-eight. *Generate* continues eight rows by 16 tokens, in the pipe and in the plain model, one
-micro-batch at a time in both.
+``--devices``, without recomputation; on GPUs it is larger. *Through the model* calls the model,
+whose call goes through the pipe. *Ready* takes a step of eight micro-batches that are given one by
+one, *by rows* one that splits a batch into eight. *Generate* continues eight rows by 16 tokens, in
+the pipe and in the plain model, one micro-batch at a time in both.
 """
 
 from __future__ import annotations

@@ -242,7 +242,7 @@ def test_the_first_page_of_the_site_fits_installs_and_says_what_is_untested() ->
     fenced = [block[1] for block in re.finditer(r"^```\w+\n(.*?)^```", INTRODUCTION, re.M | re.S)]
     assert max(len(line) for block in fenced for line in block.splitlines()) <= 84
     assert "pip install -c constraints.txt .\n" in fenced
-    assert "**No GPU has run pipert yet.**" in INTRODUCTION
+    assert "**One GPU has run pipert, two have not yet.**" in INTRODUCTION
     assert "```{include} ../README.md\n:end-before: <!-- end of" in (DOCS / "index.md").read_text()
 
 

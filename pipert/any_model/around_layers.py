@@ -152,7 +152,7 @@ class AroundLayers:
         if place.device.type == "cuda":
             torch.cuda.set_device(stage.place.device)
         draws = Draws(shared.run.seed, place.number(self._i), place.device)
-        self._drawing.enter_context(draws.current())  # the model's own code may draw
+        self._drawing.enter_context(draws)  # the model's own code may draw
         if self._i < stage.recomputed:
             stage.layers.take_snapshot()
             hooks = shared.run.context.saved_tensor_hooks

@@ -36,12 +36,10 @@ class ParameterCopies:
         self._is_step = is_step
         self._copies: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._substitutes: dict[tuple[Any, ...], Substitute | None] = {}
-        own = (weight for part in modules_of(module) for weight in part._parameters.values())
-        hooked = is_step and any(weight is not None and tensor_hooks(weight) for weight in own)
-        self.is_needed = moves or hooked
+        weights = _weights_of(module) if is_step or moves else []
+        self.is_needed = moves or any(map(tensor_hooks, weights))
         """Whether any parameter may need a copy, as far as the caller can tell."""
-        weights = module.parameters() if self.is_needed else ()
-        self._versions = {id(w): version(w) for w in weights}
+        self._versions = {id(w): version(w) for w in weights} if self.is_needed else {}
 
     def _is_replaced(self, stage: Stage, weight: Tensor) -> bool:
         """Return whether a parameter has a copy in the partition of ``stage``."""
@@ -77,7 +75,7 @@ class ParameterCopies:
         """
         key = stage.place.j, *layers
         if key not in self._substitutes:
-            all_weights = dict.fromkeys(w for layer in layers for w in layer.parameters())
+            all_weights = dict.fromkeys(w for layer in layers for w in _weights_of(layer))
             weights = tuple(w for w in all_weights if self._is_replaced(stage, w))
             if weights and is_compiled(layers[0]):
                 raise ValueError(
@@ -90,6 +88,12 @@ class ParameterCopies:
             self._substitutes[key] = Substitute(weights, copies, before) if weights else None
         substitute = self._substitutes[key]
         return call if substitute is None else partial(substitute.during, call)
+
+
+def _weights_of(module: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters of ``module``; one that two modules share, twice."""
+    tables = [part._parameters.values() for part in modules_of(module)]
+    return [weight for table in tables for weight in table if weight is not None]
 
 
 _TRANSFORMED = (

@@ -75,7 +75,8 @@ class Layers:
         self._returned: dict[int, Effect] = {}  # of each micro-batch's forward
         self._substitutes: dict[nn.Module, Substitute] = {}
         self._snapshot: Snapshot | None = None
-        self._with_buffers = {layer for layer in partition if has_buffers(layer)}
+        self._with_buffers: set[nn.Module] | None = None
+        """The layers that have buffers; known once :meth:`forward` begins."""
         # On CPU one thread runs the backward of all partitions.
         on_gpu = context.grad_enabled and place.device.type == "cuda"
         self._compiled = {layer for layer in partition if is_compiled(layer)} if on_gpu else set()
@@ -106,6 +107,8 @@ class Layers:
                 self.take_snapshot()
             checkpoint_here.set(True)
         buffers = self._snapshot.buffers if self._snapshot and is_recomputing() else {}
+        if self._with_buffers is None:
+            self._with_buffers = {layer for layer in self._partition if has_buffers(layer)}
         store = None
         if self._skips is not None:
             value, arriving = value

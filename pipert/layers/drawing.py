@@ -32,7 +32,7 @@ def draws(partition: nn.Sequential) -> bool:
 
     Any layer could if there are global module hooks.
     """
-    return any([*map(may_draw, partition), have_modules_hooks()])
+    return have_modules_hooks() or any(map(may_draw, partition))
 
 
 _DROPOUTS = {

@@ -98,7 +98,8 @@ class Draws:
     """
 
     __slots__ = (
-        "_own", "_parts", "_seed", "_states", "device", "number", "outer", "run", "shared",
+        "_before", "_own", "_parts", "_seed", "_states", "device", "number", "outer", "run",
+        "shared",
     )  # fmt: skip
 
     def __init__(self, run: RunSeed, number: int, device: torch.device) -> None:
@@ -130,19 +131,21 @@ class Draws:
         """Note that the run has drawn random numbers."""
         self.run.used = True
 
-    @contextlib.contextmanager
-    def current(self) -> Iterator[None]:
+    def __enter__(self) -> None:
         """Make this the current task, which has the default generators that it needs to itself."""
-        before = stashed()
+        self._before = stashed()
         stash(self)
         try:
             for device in self.shared:
                 self.enter(device)
-            yield
-        finally:
-            for device in reversed(self.shared):
-                self.leave(device)
-            stash(before)
+        except BaseException:  # such as an interrupt while it waits
+            self.__exit__()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        for device in reversed(self.shared):
+            self.leave(device)
+        stash(self._before)
 
     def enter(self, device: torch.device) -> None:
         """Have the default generator of ``device``, seeded, or as the task has left it."""
@@ -176,7 +179,7 @@ class Draws:
 @contextlib.contextmanager
 def drawing(draws: Draws) -> Iterator[None]:
     """Draw the random numbers of a task in the block."""
-    with draws.current(), DRAWING.included():
+    with draws, DRAWING.included():
         yield
 
 
