@@ -261,6 +261,7 @@ WithoutDispatch: Any = _needed("torch._C:_DisableTorchDispatch")
 get_stashed: Callable[[str], Any] = _needed("torch._C:_get_obj_in_tls")
 is_stashed: Callable[[str], bool] = _needed("torch._C:_is_key_in_tls")
 stash: Callable[[str, Any], None] = _needed("torch._C:_stash_obj_in_tls")
+unstash: Callable[[str], None] = _needed("torch._C:_remove_obj_from_tls")
 
 # Profilers and names ------------------------------------------------------------------------------
 

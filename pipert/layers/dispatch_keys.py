@@ -128,8 +128,13 @@ def stashed() -> Any:
 
 
 def stash(value: Any) -> None:
-    """Stash ``value`` for this thread and its backward; ``None`` stands for nothing."""
-    _torch.stash(_STASH, value)
+    """Stash ``value`` for this thread and its backward; ``None`` empties the stash."""
+    if value is not None:
+        _torch.stash(_STASH, value)
+    elif _torch.is_stashed(_STASH):
+        # Not an entry of None: a thread that ends takes the GIL to release what it has stashed,
+        # which ends the process if Python is ending as well.
+        _torch.unstash(_STASH)
 
 
 def operations(wanted: Callable[[Any], bool]) -> list[tuple[Any, Any]]:
