@@ -21,6 +21,7 @@ from pipert.errors import (
     WorkerBusyError,
     WorkerDiedError,
 )
+from pipert.layers.never_recompute import never_recompute
 from pipert.layers.phase import is_checkpointing, is_recomputing
 from pipert.observe.event import Event
 from pipert.observe.observers import Observer, RunInfo, TaskInfo
@@ -59,5 +60,6 @@ __all__ = [
     "__version__",
     "is_checkpointing",
     "is_recomputing",
+    "never_recompute",
     "pipeline",
 ]

@@ -66,6 +66,7 @@ PUBLIC = {
     "__version__",
     "is_checkpointing",
     "is_recomputing",
+    "never_recompute",
     "pipeline",
 }
 

@@ -216,9 +216,7 @@ class AroundLayers:
         # What works in place, in torch.utils.checkpoint or in a transform, keeps what it saves.
         if self._checkpointed is not None and torch.is_grad_enabled() and not (
             layer.is_in_place or is_in_checkpoint() or is_transformed()
-        ):
-            if layer.partition != stage.place.j:
-                stage.layers.take_snapshot(layer.module)
+        ) and stage.layers.recomputes(layer.module):
             stage.layers.refuse_replaced(layer.module)
             call = stage.layers.checkpointed(self._i, layer.module, layer.name, call)
             return self._checkpointed.call(layer.name, call, around, args, kwargs)

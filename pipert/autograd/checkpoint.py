@@ -21,8 +21,9 @@ differentiates that graph:
 4. Some tasks are not just a function of what their graph begins with: a layer uses a tensor of a
    graph of the caller's, or a custom function, which may call the engine; a hook on a parameter
    would see inside the pair; autocast casts a weight once for all micro-batches; anomaly detection
-   shows the line of a layer. There the graph of ``F`` stays, and *Recompute* fills in its saved
-   tensors. The same is done where few tensors are saved: the pair itself would cost more.
+   shows the line of a layer; a layer is not recomputed. There the graph of ``F`` stays, and
+   *Recompute* fills in its saved tensors. The same is done where few tensors are saved: the pair
+   itself would cost more.
 5. A layer may have kept a part of ``F``'s graph, such as a loss of its own. A backward from there
    reads a number in place of a saved tensor, and recomputes on the spot.
 """
@@ -96,7 +97,7 @@ class Checkpoint:
             xs, begins, ys, rebuild, nodes = self._recomputation.first(compute, value, self._take)
         finally:
             self._recording = False
-        is_large = self._recomputation.saves > _FEW
+        is_large = self._recomputation.saves > _FEW and self._recomputation.is_whole
         if is_large and not _shares_casts() and not torch.is_anomaly_enabled():
             leaves = origins(ys, begins, nodes)
             if leaves is not None:

@@ -74,6 +74,17 @@ def hooks_of_caller() -> Hooks:
 
 
 @contextlib.contextmanager
+def saving() -> Iterator[None]:
+    """Save tensors in the block of a checkpointed forward, as without pipert's hooks."""
+    own: Any = top_hooks(True)
+    pop_hooks()
+    try:
+        yield
+    finally:
+        push_hooks(*own)
+
+
+@contextlib.contextmanager
 def without_hooks() -> Iterator[None]:
     """Remove the current saved-tensor hooks in the block.
 

@@ -82,16 +82,18 @@ class Recomputation:
             and passes the output to its second argument; the flag says whether it is called on a
             worker, where the context is already in place.
         hooks: the caller's saved-tensor hooks ``(pack, unpack)``, which see what ``R`` saves.
+        is_whole: whether ``R`` computes all that ``F`` does, so that its graph can replace ``F``'s.
     """
 
     __slots__ = (
         "__weakref__", "_nodes", "_rebuild", "_replay_task", "_tensors", "_versions", "_wanting",
-        "hooks", "saves",
+        "hooks", "is_whole", "saves",
     )  # fmt: skip
 
-    def __init__(self, replay: Replay | None, hooks: Hooks) -> None:
+    def __init__(self, replay: Replay | None, hooks: Hooks, is_whole: bool = True) -> None:
         self._replay_task = replay
         self.hooks = hooks
+        self.is_whole = is_whole
 
     def first(self, compute: Callable[[Value], Value], value: Value, unpack: Hook) -> First:
         """Compute the task for the first time, saving no tensors.
@@ -258,6 +260,6 @@ def refuse_changed(tensor: Tensor, before: int) -> None:
 REMEDY = (
     "; layers must do the same when they run again: no counters, no random numbers from a "
     "generator of their own, no buffer or mode that has changed, no dependence on what the "
-    "training loop changes, no parameter frozen or released in between. Otherwise use "
-    "checkpoint='never'"
+    "training loop changes, no parameter frozen or released in between. Otherwise exempt "
+    "the layer with pipert.never_recompute, or use checkpoint='never'"
 )

@@ -173,12 +173,13 @@ class RankPartition:
     def _call_layers(self, i: int, after_layer: AfterLayer, x: Value) -> Value:
         if isinstance(x, Carried) != bool(self.skips):  # skips begin here, or ended before
             x = Carried(x, ()) if self.skips else x.value
-        checkpointed = i < self.batch.recomputed
+        kept = self.layers.to_recompute(i) if i < self.batch.recomputed else None
         compute: Callable[[Value], Value]
-        compute = partial(self.layers.forward, i, checkpointed, after_layer)
-        if checkpointed:
-            replay = partial(self.layers.recompute, i)
-            compute = partial(Checkpoint(Recomputation(replay, None)).record, compute)
+        compute = partial(self.layers.forward, i, kept, after_layer)
+        if kept is not None:
+            replay = partial(self.layers.recompute, i, kept)
+            recomputation = Recomputation(replay, None, not kept.exempt)
+            compute = partial(Checkpoint(recomputation).record, compute)
         return compute(x)
 
     def _compute_loss(self, i: int, y: Value) -> Tensor:

@@ -21,6 +21,7 @@ from pipert.layers.buffers import has_buffers, locked
 from pipert.layers.compiled_backward import call_compiled
 from pipert.layers.compiling import is_compiled
 from pipert.layers.effects import Effect, Effects
+from pipert.layers.never_recompute import FromForward
 from pipert.layers.phase import checkpoint_here, is_recomputing, recompute_here
 from pipert.layers.place import Place, describe_layer
 from pipert.layers.random_numbers import Draws, RunSeed, drawing
@@ -53,8 +54,8 @@ class Layers:
     """Whether tasks have random numbers of their own."""
 
     __slots__ = (
-        "_compiled", "_context", "_effects", "_notifier", "_partition", "_place", "_returned",
-        "_skips", "_snapshot", "_substitutes", "_with_buffers",
+        "_compiled", "_context", "_effects", "_notifier", "_partition", "_place", "_skips",
+        "_snapshot", "_substitutes", "_with_buffers",
     )  # fmt: skip
 
     def __init__(
@@ -72,7 +73,6 @@ class Layers:
         self._skips = skips if skips.pops else None
         self._notifier = notifier
         self._effects = effects
-        self._returned: dict[int, Effect] = {}  # of each micro-batch's forward
         self._substitutes: dict[nn.Module, Substitute] = {}
         self._snapshot: Snapshot | None = None
         self._with_buffers: set[nn.Module] | None = None
@@ -93,19 +93,25 @@ class Layers:
             if used:
                 self._substitutes[layer] = Substitute(*zip(*used, strict=True))
 
-    def forward(self, i: int, checkpointed: bool, after_layer: AfterLayer, value: Value) -> Value:
+    def to_recompute(self, i: int) -> FromForward:
+        """Begin to checkpoint a micro-batch, in its forward; return what keeps what it returns."""
+        checkpoint_here.set(True)
+        self.take_snapshot()
+        assert self._snapshot is not None
+        effect = partial(Effect, self._effects, self._place, i)
+        return FromForward(effect, self._snapshot.exempt)
+
+    def forward(
+        self, i: int, kept: FromForward | None, after_layer: AfterLayer, value: Value
+    ) -> Value:
         """Compute micro-batch ``i``. The caller's context must be in place.
 
         Args:
             i: the micro-batch.
-            checkpointed: whether it will be recomputed.
+            kept: keeps what ``R[i,j]`` needs, or has it; ``None`` if it is not checkpointed.
             after_layer: called after each layer, if given.
             value: the input.
         """
-        if checkpointed:
-            if self._snapshot is None:
-                self.take_snapshot()
-            checkpoint_here.set(True)
         buffers = self._snapshot.buffers if self._snapshot and is_recomputing() else {}
         if self._with_buffers is None:
             self._with_buffers = {layer for layer in self._partition if has_buffers(layer)}
@@ -116,7 +122,7 @@ class Layers:
             of_task.set(store)
         done = 0
         try:
-            for layer in self._partition._modules.values():
+            for name, layer in self._partition._modules.items():
                 call: Any = layer
                 if layer in self._compiled:
                     call = partial(call_compiled, call)
@@ -124,6 +130,8 @@ class Layers:
                     call = partial(self._substitutes[layer].during, call)
                 if layer in buffers:
                     call = partial(buffers[layer].put_aside, call)
+                if kept is not None and layer in kept.exempt:
+                    call = partial(kept.call, describe_layer(name, layer), call)
                 with self.locked(layer) if layer in self._with_buffers else NOTHING:
                     if isinstance(value, Arguments):
                         value = call(*value.args, **value.kwargs)
@@ -135,9 +143,8 @@ class Layers:
             if self._skips is not None and store is not None:
                 skips = [store.send(key) for key, _ in self._skips.leaving]
                 value = Carried(value, tuple(skips))
-            if checkpointed:
-                self._returned[i] = effect = Effect(self._effects, self._place, i)
-                effect.note(value)
+            if kept is not None:
+                kept.returned.note(value)
             return value
         except BaseException as error:
             add_note(error, partial(self._note_of_layer, i, done, value))
@@ -146,15 +153,16 @@ class Layers:
             if store is not None:
                 store.clear()
 
-    def take_snapshot(self, guest: nn.Module | None = None) -> None:
-        """Record, before the first forward, what must be the same in a recomputation.
-
-        A ``guest`` is a layer of another partition that is called in this one, too.
-        """
+    def take_snapshot(self) -> None:
+        """Record, before the first forward, what must be the same in a recomputation."""
         if self._snapshot is None:
             self._snapshot = Snapshot(self._partition)
-        if guest is not None:
-            self._snapshot.add(guest)
+
+    def recomputes(self, layer: nn.Module) -> bool:
+        """Whether ``layer``, maybe of another partition, is recomputed; if so, record it."""
+        assert self._snapshot is not None
+        self._snapshot.add(layer)
+        return layer not in self._snapshot.exempt
 
     def refuse_replaced(self, layer: nn.Module) -> None:
         """Refuse a layer whose parameters are replaced by others while it is called."""
@@ -164,6 +172,7 @@ class Layers:
     def recompute(
         self,
         i: int,
+        kept: FromForward,
         get_value: Callable[[], Value],
         check: Callable[[Value], None],
         on_worker: bool,
@@ -172,12 +181,13 @@ class Layers:
 
         Args:
             i: the micro-batch.
+            kept: what its forward has kept.
             get_value: makes the input; called under the caller's context.
             check: called with the output at the end; may raise.
             on_worker: whether this thread is a worker, under the caller's context already, rather
                 than a thread of autograd.
         """
-        self.replay(i, lambda: partial(self.forward, i, False, None, get_value()), check, on_worker)
+        self.replay(i, lambda: partial(self.forward, i, kept, None, get_value()), check, on_worker)
 
     def replay(
         self,
@@ -193,24 +203,21 @@ class Layers:
         with notifier.recomputing(action, self._place.device) if notifier.is_watched else NOTHING:
             try:
                 if on_worker:  # as a task, under the caller's context already
-                    y = self._compute_again(i, begin)
+                    y = self._compute_again(begin)
                 else:
                     with context.on_any_thread():
-                        y = context.variables.copy().run(self._compute_again, i, begin)
+                        y = context.variables.copy().run(self._compute_again, begin)
                 check(y)
                 del y  # before it is said that the recomputation has ended
             except BaseException as error:
                 self._place.note(error, action)
                 raise
 
-    def _compute_again(self, i: int, begin: Callable[[], Callable[[], Value]]) -> Value:
+    def _compute_again(self, begin: Callable[[], Callable[[], Value]]) -> Value:
         assert self._snapshot is not None
         self._snapshot.refuse_changes()
         recompute_here.set(True)
-        y = begin()()
-        if i in self._returned:  # each layer of any model is compared by itself
-            self._returned[i].note(y)
-        return y
+        return begin()()
 
     def checkpointed(
         self, i: int, layer: nn.Module, name: str, call: Callable[..., Value]
@@ -276,9 +283,11 @@ class RandomLayers(Layers):
         self._seed = seed
         seed.draw()
 
-    def forward(self, i: int, checkpointed: bool, after_layer: AfterLayer, value: Value) -> Value:
+    def forward(
+        self, i: int, kept: FromForward | None, after_layer: AfterLayer, value: Value
+    ) -> Value:
         with drawing(Draws(self._seed, self._place.number(i), self._place.device)):
-            return super().forward(i, checkpointed, after_layer, value)
+            return super().forward(i, kept, after_layer, value)
 
     def backward(self, i: int, differentiate: Callable[..., Value], *args: Any) -> Value:
         number = self._place.number_of_backward(i)

@@ -30,9 +30,9 @@ def is_recomputing() -> bool:
 
 
 @contextlib.contextmanager
-def checkpointing() -> Iterator[None]:
-    """Make :func:`is_checkpointing` true in the block."""
-    before = checkpoint_here.set(True)
+def checkpointing(value: bool = True) -> Iterator[None]:
+    """Make :func:`is_checkpointing` true in the block, or false."""
+    before = checkpoint_here.set(value)
     try:
         yield
     finally:

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -183,6 +184,12 @@ def drawing(draws: Draws) -> Iterator[None]:
         yield
 
 
+def drawing_apart() -> AbstractContextManager[None]:
+    """Return a block for a part of the current task, if any, that its recomputation leaves out."""
+    draws = current()
+    return drawing(draws.part()) if isinstance(draws, Draws) else contextlib.nullcontext()
+
+
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
     """Let others draw while this thread waits for a run in the block, if it is inside of tasks."""
@@ -221,8 +228,7 @@ _METHOD = "initialize_parameters"
 
 def _initialise(module: Any, *args: Any, **kwargs: Any) -> None:
     del module.__dict__[_METHOD]  # the class has it, too, until it is initialised
-    draws = current()
-    with drawing(draws.part()) if isinstance(draws, Draws) else contextlib.nullcontext():
+    with drawing_apart():
         module.initialize_parameters(*args, **kwargs)
 
 

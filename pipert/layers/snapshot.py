@@ -14,6 +14,7 @@ from pipert.batch.tensors import Versions
 from pipert.errors import RecomputationError
 from pipert.layers.buffers import Buffers
 from pipert.layers.modules import modules_of
+from pipert.layers.never_recompute import is_exempt
 from pipert.layers.random_numbers import initialise_apart
 
 __all__: list[str] = []
@@ -32,11 +33,10 @@ class Snapshot:
 
     __slots__ = (
         "_dicts", "_layers", "_modes", "_names", "_parameters", "_places", "_versions", "buffers",
+        "exempt",
     )  # fmt: skip
 
     def __init__(self, partition: nn.Module) -> None:
-        self._layers = list(partition.children())
-        self._modes = list(map(_mode, self._layers))
         self._dicts: list[Parameters] = []  # for each parameter, the dict it is looked up in
         self._names: list[str] = []
         self._parameters: list[nn.Parameter | None] = []
@@ -44,14 +44,21 @@ class Snapshot:
         self._versions = Versions()
         self.buffers: dict[nn.Module, Buffers] = {}
         """Those of each layer."""
-        for layer in self._layers:
+        self.exempt: set[nn.Module] = set()
+        """The layers that are not recomputed. They may change what they like."""
+        for layer in partition.children():
             self.add(layer)
+        self._layers = list(self.buffers)
+        self._modes = list(map(_mode, self._layers))
 
     def add(self, layer: nn.Module) -> None:
         """Record a layer, possibly of another partition, before its first call."""
-        if layer in self.buffers:
+        if layer in self.buffers or layer in self.exempt:
             return
         parts = modules_of(layer)
+        if is_exempt(parts):
+            self.exempt.add(layer)
+            return
         self.buffers[layer] = Buffers(parts)
         known = len(self._parameters)
         for part in [] if _are_sharded(parts) else parts:  # runs for each module in each run

@@ -20,8 +20,10 @@ from torch import Tensor
 
 from pipert._torch import node_count
 from pipert._typing import Value
+from pipert.autograd.checkpoint import Checkpoint
 from pipert.batch.tensors import differentiable
 from pipert.layers.call import AfterLayer
+from pipert.layers.never_recompute import FromForward
 from pipert.observe.backward import makers, watch_nodes
 from pipert.schedules.action import BACKWARD, FORWARD, RECOMPUTE, Action
 from pipert.stage.backward import Gradients, differentiate_stage, gather, scatter
@@ -50,11 +52,13 @@ def compute(stage: Stage, i: int, x: Value, after_layer: AfterLayer = None) -> V
     layers = partial(_watched, stage) if stage.shared else stage.layers.forward
     with NOTHING if stage.stats is None else stage.stats.collecting():
         if i >= stage.recomputed:
-            y = layers(i, False, after_layer, x)
+            y = layers(i, None, after_layer, x)
         else:
-            # It outlives the run, so it must reference neither the stage nor the run.
-            replay = partial(stage.layers.recompute, i)
-            y = stage.ends.checkpoint(replay, partial(layers, i, True, after_layer), x)
+            # They outlive the run, so they must reference neither the stage nor the run.
+            kept = stage.layers.to_recompute(i)
+            replay = partial(stage.layers.recompute, i, kept)
+            compute = partial(layers, i, kept, after_layer)
+            y = stage.ends.checkpoint(replay, compute, x, not kept.exempt)
     return y if stage.loss is None else stage.loss(i, y)
 
 
@@ -64,8 +68,12 @@ def recompute(stage: Stage, i: int, _: Value) -> None:
     assert cut is not None
     kept = cut.kept.get(i)
     if kept is not None and kept.recomputation is not None:
-        graph = kept.recomputation.compute(True)
-        cut.kept[i] = kept._replace(graphs=(*kept.graphs, graph), recomputation=None)
+        graphs = kept.graphs
+        if isinstance(kept.recomputation, Checkpoint):
+            kept.recomputation.refill(True)
+        else:
+            graphs += (kept.recomputation.compute(True),)
+        cut.kept[i] = kept._replace(graphs=graphs, recomputation=None)
 
 
 def backward(stage: Stage, i: int, dy: Gradients) -> Gradients:
@@ -81,10 +89,10 @@ def backward(stage: Stage, i: int, dy: Gradients) -> Gradients:
 
 
 def _watched(
-    stage: Stage, i: int, checkpointed: bool, after_layer: AfterLayer, x: Value
+    stage: Stage, i: int, kept: FromForward | None, after_layer: AfterLayer, x: Value
 ) -> Value:
     """Compute the layers; refuse changes of tensors in ``x`` that share memory."""
-    forward = partial(stage.layers.forward, i, checkpointed, after_layer)
+    forward = partial(stage.layers.forward, i, kept, after_layer)
     return compute_watching(stage.shared, partial(stage.hand_on, i), forward, x)
 
 

@@ -74,9 +74,11 @@ class CallBoundary:
             x = self._join(x)
         return x if copied is None else self._wait_for(i, copied, x)
 
-    def checkpoint(self, replay: Replay, compute: Callable[[Value], Value], x: Value) -> Value:
+    def checkpoint(
+        self, replay: Replay, compute: Callable[[Value], Value], x: Value, is_whole: bool
+    ) -> Value:
         """Compute ``x`` without keeping what the backward needs, which ``replay`` recomputes."""
-        self._checkpoint = Checkpoint(Recomputation(replay, self._hooks))
+        self._checkpoint = Checkpoint(Recomputation(replay, self._hooks, is_whole))
         return self._checkpoint.record(compute, x)
 
     def leave(self, i: int, y: Value) -> Value:

@@ -17,6 +17,7 @@ from torch import Tensor
 from pipert._torch import node_count
 from pipert._typing import Value
 from pipert.autograd import order, streams
+from pipert.autograd.checkpoint import Checkpoint
 from pipert.autograd.hooks import refuse
 from pipert.autograd.order import begin_numbers
 from pipert.autograd.recompute import Edges, Graph, Recomputation, Replay, edges_of
@@ -37,8 +38,9 @@ class Kept(NamedTuple):
     """What ``B[i,j]`` needs from ``F[i,j]``."""
 
     graphs: tuple[Graph, ...]
-    """From the loss or the outputs to the inputs; ``R[i,j]`` adds the graph of the layers."""
-    recomputation: Recomputation | None
+    """From the loss or the outputs to the inputs; ``R[i,j]`` adds the graph of the layers, or
+    fills it in."""
+    recomputation: Recomputation | Checkpoint | None
     """Recomputes the layers; ``None`` if they are not checkpointed, and after ``R[i,j]``."""
     arriving: tuple[int, ...]
     """The number of differentiable tensors in each arriving skip."""
@@ -84,7 +86,7 @@ class StepBoundary:
         self._seed = run.seed
         self.copies = copies
         self._entered = Entered((), ())
-        self._recomputation: Recomputation | None = None  # of the current micro-batch
+        self._recomputation: Recomputation | Checkpoint | None = None  # of the current micro-batch
         self._callers = node_count()  # the caller's nodes have numbers below this
         self._first: int | None = None  # nodes made here have numbers from this on
 
@@ -106,9 +108,18 @@ class StepBoundary:
         self._entered = Entered(edges_of(xs), arriving)
         return rebuild(xs)
 
-    def checkpoint(self, replay: Replay, compute: Callable[[Value], Value], x: Value) -> Value:
-        self._recomputation = Recomputation(replay, self._hooks)
-        _, _, ys, rebuild, _ = self._recomputation.first(compute, x, refuse)
+    def checkpoint(
+        self, replay: Replay, compute: Callable[[Value], Value], x: Value, is_whole: bool
+    ) -> Value:
+        recomputation = Recomputation(replay, self._hooks, is_whole)
+        if not is_whole:  # the graph stays, and begins here
+            xs, rebuild = differentiable(x)
+            xs = order.enter(xs) if xs else ()
+            self._entered = self._entered._replace(xs=edges_of(xs))
+            self._recomputation = Checkpoint(recomputation)
+            return self._recomputation.record(compute, rebuild(xs))
+        self._recomputation = recomputation
+        _, _, ys, rebuild, _ = recomputation.first(compute, x, refuse)
         if not self._is_last or not ys:
             return rebuild(tuple([y.detach().requires_grad_() for y in ys]))
         ys = order.enter(ys)  # the graph of the loss is kept, and begins here
@@ -122,7 +133,7 @@ class StepBoundary:
         ys, rebuild = differentiable(y)
         leaving = _counts(y.skips) if isinstance(y, Carried) else ()
         if ys:
-            has_graph = recomputation is None or self._is_last
+            has_graph = self._is_last or not isinstance(recomputation, Recomputation)
             graphs = (Graph(xs, edges_of(ys)),) if has_graph else ()
             loss = ys[0] if self._is_last else None
             self.kept[i] = Kept(graphs, recomputation, arriving, leaving, loss)
