@@ -1,7 +1,8 @@
-"""Replaces parameters that live on another device, or that have hooks in a step.
+"""Replaces parameters and buffers that live on another device, or that have hooks in a step.
 
 As with tied weights (``layers.tied``), each is copied once per run and partition; in a call, inside
-the graph. The torch functions that a layer calls get the copy in its place.
+the graph. The torch functions that a layer calls get the copy in its place. A layer that changes
+one in place is refused, so a buffer that layers on several devices share is never written.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from pipert._torch import tensor_hooks
 from pipert.batch.tensors import version
+from pipert.layers.buffers import original_of
 from pipert.layers.compiling import is_compiled
 from pipert.layers.modules import modules_of
 from pipert.layers.tied import Substitute
@@ -39,7 +41,8 @@ class ParameterCopies:
         weights = _weights_of(module) if is_step or moves else []
         self.is_needed = moves or any(map(tensor_hooks, weights))
         """Whether any parameter may need a copy, as far as the caller can tell."""
-        self._versions = {id(w): version(w) for w in weights} if self.is_needed else {}
+        own = (*weights, *module.buffers()) if self.is_needed else ()
+        self._versions = {id(weight): version(weight) for weight in own}
 
     def _is_replaced(self, stage: Stage, weight: Tensor) -> bool:
         """Return whether a parameter has a copy in the partition of ``stage``."""
@@ -47,7 +50,7 @@ class ParameterCopies:
             self._is_step and bool(tensor_hooks(weight))
         )
 
-    def copy_of(self, stage: Stage, i: int, weight: nn.Parameter) -> Tensor:
+    def copy_of(self, stage: Stage, i: int, weight: Tensor) -> Tensor:
         """Return the copy of ``weight`` in the partition of ``stage``, or itself."""
         if not self._is_replaced(stage, weight):
             return weight
@@ -76,7 +79,12 @@ class ParameterCopies:
         key = stage.place.j, *layers
         if key not in self._substitutes:
             all_weights = dict.fromkeys(w for layer in layers for w in _weights_of(layer))
-            weights = tuple(w for w in all_weights if self._is_replaced(stage, w))
+            others = {*stage.run.devices} - {stage.place.device}
+            # A recomputation in another micro-batch may have put clones in their place.
+            own = (original_of(buffer) for layer in layers for buffer in layer.buffers())
+            buffers = [buffer for buffer in own if buffer.device in others]
+            replaced = [w for w in all_weights if self._is_replaced(stage, w)]
+            weights = tuple(dict.fromkeys([*replaced, *buffers]))
             if weights and is_compiled(layers[0]):
                 raise ValueError(
                     "a compiled or scripted layer uses a parameter that lives on another device or "
@@ -84,7 +92,7 @@ class ParameterCopies:
                     "layers that share it on one device, or leave this layer uncompiled"
                 )
             copies = [self.copy_of(stage, i, weight) for weight in weights]
-            before = [self._versions[id(weight)] for weight in weights]
+            before = [self._versions.get(id(w), version(w)) for w in weights]
             self._substitutes[key] = Substitute(weights, copies, before) if weights else None
         substitute = self._substitutes[key]
         return call if substitute is None else partial(substitute.during, call)

@@ -14,7 +14,7 @@ it in the pipe:
 5. The loss of a call with labels is the plain model's. It is computed in one micro-batch,
    unless it is a sum that is divided by what the caller says, ``num_items_in_batch``.
 6. A call with a cache of keys and values is one micro-batch, since the cache belongs to all rows.
-   A training step gets none, unless it asks.
+   A training step gets none, unless it asks. So is a call with ``adapter_names``.
 7. A call of a module around layers is one micro-batch, too, and goes through the pipe while no
    other call does: the model may call its parts on threads of its own.
 """
@@ -132,6 +132,8 @@ class Routed:
         # What a part of the model takes may have its rows elsewhere.
         in_one = self._module is not pipe.module or self._has_cache(args, kwargs)
         in_one = in_one or _asks_for_loss(kwargs) and not adds_up
+        # For these peft registers hooks on the layers, in which one micro-batch has its own.
+        in_one = in_one or kwargs.get("adapter_names") is not None
         if self._makes_cache(args, kwargs):  # as it does by default without gradients only
             keeps = not torch.is_grad_enabled() or not pipe.splits_or_recomputes()
             kwargs = {**kwargs, "use_cache": keeps}

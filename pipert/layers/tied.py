@@ -32,6 +32,7 @@ from torch.overrides import TorchFunctionMode
 
 from pipert._torch import forward_pre_hooks, tensor_hooks
 from pipert.batch.tensors import version
+from pipert.layers.buffers import original_of
 from pipert.layers.compiling import is_compiled
 from pipert.layers.modules import modules_of
 from pipert.layers.nested_checkpoint import refuse_nested_checkpoint
@@ -134,7 +135,7 @@ class Substitute(TorchFunctionMode):
     """A function mode that passes ``copies`` to the torch functions called with ``weights``.
 
     Args:
-        weights: parameters.
+        weights: parameters and buffers.
         copies: one per weight, on the device of the called layer.
         versions: the versions of the parameters when the run began.
 
@@ -143,7 +144,7 @@ class Substitute(TorchFunctionMode):
     """
 
     def __init__(
-        self, weights: Weights, copies: Sequence[Tensor], versions: Sequence[int]
+        self, weights: Sequence[Tensor], copies: Sequence[Tensor], versions: Sequence[int]
     ) -> None:
         super().__init__()
         self._copies = {id(weight): copy for weight, copy in zip(weights, copies, strict=True)}
@@ -162,7 +163,7 @@ class Substitute(TorchFunctionMode):
 
     def _swap(self, value: Any) -> Any:
         if isinstance(value, Tensor):
-            copy = self._copies.get(id(value))
+            copy = self._copies.get(id(original_of(value)))
             if copy is None:
                 return value
             refuse_nested_checkpoint(_NESTED)
@@ -182,9 +183,9 @@ class Substitute(TorchFunctionMode):
         super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
         if error is None and any(version(tensor) != before for tensor, before in self._watched):
             raise RuntimeError(
-                "a parameter that layers on several devices share was modified in place by one of "
-                "them, which the others see at an uncertain time or never; choose a balance that "
-                "puts the layers that share it on one device"
+                "a parameter or buffer that layers on several devices share was modified in place "
+                "by one of them, which the others see at an uncertain time or never; choose a "
+                "balance that puts the layers that share it on one device"
             )
 
 

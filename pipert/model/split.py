@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from pipert._torch import NormBase
 from pipert.errors import NotBatchFirstWarning
-from pipert.layers.tied import Weights, borrowed, check_borrowers
+from pipert.layers.tied import borrowed, check_borrowers
 
 __all__: list[str] = []
 
@@ -137,19 +137,26 @@ def sequential(
     return module
 
 
-def place(partitions: Sequence[nn.Sequential], devices: Sequence[torch.device]) -> None:
+def place(
+    partitions: Sequence[nn.Sequential],
+    devices: Sequence[torch.device],
+    copies_buffers: bool = False,
+) -> None:
     """Move each partition to its device; a shared parameter to the first one that uses it.
 
-    State that several partitions cannot share is refused before anything moves.
+    So does a shared buffer, if runs make ``copies_buffers``, as they do of parameters. State that
+    several partitions cannot share is refused before anything moves.
     """
-    _check_shared_buffers(partitions, devices)
+    buffers = _shared_buffers(partitions, devices, not copies_buffers)
     _check_shared_norms(partitions)
     weights = borrowed(partitions, devices)
     for partition, staying in zip(partitions, weights, strict=True):
         check_borrowers(partition, staying)
-    for partition, device, staying in zip(partitions, devices, weights, strict=True):
-        if staying:
-            _move_all_but(staying, partition, device)
+    for buffer, device in buffers.items():
+        buffer.data = buffer.data.to(device)
+    for partition, device, shared in zip(partitions, devices, weights, strict=True):
+        if shared or buffers:
+            _move_all_but([*shared, *buffers], partition, device)
         else:
             partition.to(device)
 
@@ -167,7 +174,7 @@ def move(module: nn.Module, name: str, device: torch.device) -> None:
                 parameter.grad = parameter.grad.to(device)
 
 
-def _move_all_but(weights: Weights, module: nn.Module, device: torch.device) -> None:
+def _move_all_but(weights: Sequence[Tensor], module: nn.Module, device: torch.device) -> None:
     staying = {id(weight) for weight in weights} | {id(weight.grad) for weight in weights}
 
     def move(tensor: Tensor) -> Tensor:
@@ -189,19 +196,21 @@ def _check_shared_norms(partitions: Sequence[nn.Sequential]) -> None:
                 )
 
 
-def _check_shared_buffers(
-    partitions: Sequence[nn.Sequential], devices: Sequence[torch.device]
-) -> None:
-    homes: dict[torch.Tensor, tuple[str, torch.device]] = {}
-    clashes = []
+def _shared_buffers(
+    partitions: Sequence[nn.Sequential], devices: Sequence[torch.device], refuse: bool
+) -> dict[Tensor, torch.device]:
+    """Return the buffers that are used on several devices, each with the first; or refuse them."""
+    homes: dict[Tensor, tuple[str, torch.device]] = {}
+    clashes: dict[Tensor, str] = {}
     for partition, device in zip(partitions, devices, strict=True):
         for name, tensor in partition.named_buffers():
             other, home = homes.setdefault(tensor, (name, device))
             if home != device:
-                clashes.append(f"{other!r} on {home} is {name!r} on {device}")
-    if clashes:
+                clashes[tensor] = f"{other!r} on {home} is {name!r} on {device}"
+    if clashes and refuse:
         raise ValueError(
             "a buffer shared by several layers must stay on one device, but "
-            + "; ".join(clashes)
+            + "; ".join(clashes.values())
             + ". Choose a balance that puts those layers on one device"
         )
+    return {tensor: homes[tensor][1] for tensor in clashes}

@@ -104,7 +104,7 @@ class ModulePipe(Pipelined):
                 "the model has layers that stash and pop skips, which are for an nn.Sequential; "
                 "pass the tensors in the model's own code, or make a Pipe"
             )
-        place(self._partitions, self._devices)
+        place(self._partitions, self._devices, copies_buffers=True)
         outside = homes_outside_of_layers(module, layers, cuts, home_of)
         for path, j in outside.items():
             owner, _, name = path.rpartition(".")

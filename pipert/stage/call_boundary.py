@@ -37,7 +37,6 @@ from pipert.autograd.hooks import Hooks
 from pipert.autograd.recompute import Recomputation, Replay
 from pipert.autograd.transfer import Stream
 from pipert.batch.tensors import Carried, differentiable
-from pipert.layers.tied import Weights
 from pipert.stage.copies import Copies
 
 __all__: list[str] = []
@@ -101,7 +100,7 @@ class CallBoundary:
             self._token = token if i != self._last else None
         return rebuild(ys)
 
-    def borrow(self, i: int, weights: Weights) -> Sequence[Tensor]:
+    def borrow(self, i: int, weights: Sequence[Tensor]) -> Sequence[Tensor]:
         """Copy the parameters that live elsewhere, as a call's arguments are; once per run.
 
         Each is copied separately, since they have only the device in common: a parameter used in a

@@ -25,7 +25,6 @@ from pipert.batch.hidden import CLOSED_TO_GRAPHS, REMEDY, hides
 from pipert.batch.tensors import Carried, differentiable
 from pipert.batch.trees import ORDINARY, flatten
 from pipert.layers.place import Place
-from pipert.layers.tied import Weights
 from pipert.stage.copies import Copies
 from pipert.stage.gradients import Gradients
 from pipert.stage.run import Run
@@ -166,7 +165,7 @@ class StepBoundary:
         self.step.losses[i] = step_loss.share_of(i, loss.detach())
         return loss if skips is None else Carried(loss, skips)
 
-    def borrow(self, i: int, weights: Weights) -> Sequence[Tensor]:
+    def borrow(self, i: int, weights: Sequence[Tensor]) -> Sequence[Tensor]:
         """Copy parameters that live elsewhere; make stand-ins for parameters that have hooks.
 
         Autograd calls the hooks of a tensor with each part of its gradient, but they must see the

@@ -110,7 +110,7 @@ OF_MODELS = [
     Mutant(
         "shared-parameter-moves-on", SPLIT,
         "a parameter that several partitions use is moved to the device of the last one",
-        "        if staying:\n", "        if False:\n",
+        "        if shared or buffers:\n", "        if False:\n",
         ("tests/test_partition.py",),
     ),
     Mutant(

@@ -1,0 +1,79 @@
+"""Tests buffers that layers on several devices share, as VeRA's and RandLoRA's frozen matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipert import pipeline
+from tests.contract.ways import grads_of
+
+WAYS: list[Callable[[Any, Tensor], Any]] = [
+    lambda pipe, x: pipe(x).square().mean().backward(),
+    lambda pipe, x: pipe.forward_backward(x, loss_fn=lambda y, _: y.square().mean()),
+]
+
+
+class Table(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("values", torch.randn(4, 4, dtype=torch.float64))
+
+
+class Layer(nn.Module):
+    def __init__(self, table: Table, writes: bool) -> None:
+        super().__init__()
+        self.table, self.writes = table, writes
+        self.scale = nn.Parameter(torch.randn(4, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        values: Any = self.table.values
+        if self.writes:
+            values.mul_(2)
+        return torch.tanh(x @ values) * self.scale
+
+
+class Model(nn.Module):
+    def __init__(self, writes: bool = False) -> None:
+        super().__init__()
+        self.table = Table()
+        self.layers = nn.ModuleList(Layer(self.table, writes) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("way", WAYS, ids=["call", "step"])
+def test_a_buffer_that_layers_on_two_gpus_share_is_copied(
+    way: Callable[[Any, Tensor], Any], checkpoint: str
+) -> None:
+    model, x = Model(), torch.randn(6, 4, dtype=torch.float64)
+    model(x).square().mean().backward()
+    expected = grads_of(model)
+    model.zero_grad()
+    devices = ["cuda:0", "cuda:1"]
+    with pipeline(model, ["layers.2"], devices=devices, chunks=3, checkpoint=checkpoint) as pipe:
+        for _ in range(2):  # what is copied is the buffer of this run
+            model.zero_grad()
+            way(pipe, x)
+        assert model.table.values.device == torch.device("cuda:0")
+        found = {name: None if g is None else g.cpu() for name, g in grads_of(model).items()}
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("way", WAYS, ids=["call", "step"])
+def test_a_layer_that_writes_to_a_buffer_of_another_gpu_is_refused(
+    way: Callable[[Any, Tensor], Any],
+) -> None:
+    with pipeline(Model(writes=True), ["layers.2"], devices=["cuda:0", "cuda:1"]) as pipe:
+        with pytest.raises(RuntimeError, match="parameter or buffer that layers on several"):
+            way(pipe, torch.randn(6, 4, dtype=torch.float64))
