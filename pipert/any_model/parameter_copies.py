@@ -41,7 +41,7 @@ class ParameterCopies:
         weights = _weights_of(module) if is_step or moves else []
         self.is_needed = moves or any(map(tensor_hooks, weights))
         """Whether any parameter may need a copy, as far as the caller can tell."""
-        own = (*weights, *module.buffers()) if self.is_needed else ()
+        own = [*weights, *_buffers_of(module)] if self.is_needed else []
         self._versions = {id(weight): version(weight) for weight in own}
 
     def _is_replaced(self, stage: Stage, weight: Tensor) -> bool:
@@ -80,8 +80,7 @@ class ParameterCopies:
         if key not in self._substitutes:
             all_weights = dict.fromkeys(w for layer in layers for w in _weights_of(layer))
             others = {*stage.run.devices} - {stage.place.device}
-            # A recomputation in another micro-batch may have put clones in their place.
-            own = (original_of(buffer) for layer in layers for buffer in layer.buffers())
+            own = [buffer for layer in layers for buffer in _buffers_of(layer)]
             buffers = [buffer for buffer in own if buffer.device in others]
             replaced = [w for w in all_weights if self._is_replaced(stage, w)]
             weights = tuple(dict.fromkeys([*replaced, *buffers]))
@@ -102,6 +101,12 @@ def _weights_of(module: nn.Module) -> list[nn.Parameter]:
     """Return the parameters of ``module``; one that two modules share, twice."""
     tables = [part._parameters.values() for part in modules_of(module)]
     return [weight for table in tables for weight in table if weight is not None]
+
+
+def _buffers_of(module: nn.Module) -> list[Tensor]:
+    """Return the buffers of ``module``, for which a recomputation elsewhere may have put clones."""
+    tables = [[*part._buffers.values()] for part in modules_of(module)]
+    return [original_of(buffer) for table in tables for buffer in table if buffer is not None]
 
 
 _TRANSFORMED = (
