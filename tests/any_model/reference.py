@@ -83,6 +83,8 @@ def _slice(start: int, end: int, leaf: Tensor) -> Tensor:
 
 def join(outputs: list[Any]) -> Any:
     """Joins micro-batches: concatenates rows, stacks scalars, takes other leaves from the first."""
+    if len(outputs) == 1:
+        return outputs[0]
     spec = tree_flatten(outputs[0])[1]
     columns = zip(*map(tree_leaves, outputs), strict=True)
     return tree_unflatten([_join(list(column)) for column in columns], spec)
