@@ -6,13 +6,11 @@ the same two streams, and in ``Wait'`` the two streams swap roles. On CPU neithe
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pipert._torch import call_after_backward
 from pipert._typing import Tensors
 from pipert.autograd import streams
 from pipert.autograd.function import applied
@@ -40,16 +38,14 @@ class _Copy(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         given = tuple(grad for grad in grads if grad is not None)
         reader = ctx.back[1]
-        # Autograd may pass the memory of a gradient to another node as well, which may add to it in
-        # place while the copy still reads it.
+        # Autograd may pass the memory of a gradient to another node as well, and the caller may have
+        # passed it in: both may write to it while the copy still reads it.
         if reader is not None and given:
             given = tuple(map(Tensor.clone, given))
             streams.wait(reader, streams.compute_stream(given[0].device))
         moved = streams.copy(given, *ctx.back)
         if torch.is_anomaly_enabled():
             _let_autograd_read(moved, ctx.back[2])
-        if reader is not None and given:
-            call_after_backward(partial(_wait_in_caller, given[0].device, reader))
         copied = iter(moved)
         return (None, None, None, None, *[None if g is None else next(copied) for g in grads])
 
@@ -61,15 +57,6 @@ def _let_autograd_read(moved: Tensors, target: Stream) -> None:
     """
     for tensor in moved:
         streams.wait(streams.compute_stream(tensor.device), target)
-
-
-def _wait_in_caller(device: torch.device, reader: Stream) -> None:
-    """Make the caller wait for ``reader`` (D1).
-
-    A gradient that the caller passed in may be handed on unchanged by a layer, and the caller may
-    overwrite it next.
-    """
-    streams.wait(streams.compute_stream(device), reader)
 
 
 class _Wait(torch.autograd.Function):

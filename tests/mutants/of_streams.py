@@ -127,21 +127,6 @@ MUTANTS = [
         "streams.wait(waiter, awaited)\n        return", "return",
     ),
     Mutant(
-        "gradients-not-returned", TRANSFER, "the caller's wait until his gradients have been read",
-        "call_after_backward(partial(_wait_in_caller, given[0].device, reader))", "pass",
-    ),
-    Mutant(
-        "gradients-returned-too-soon", TRANSFER,
-        "the place of that wait, at the end, in the caller",
-        "call_after_backward(partial(_wait_in_caller, given[0].device, reader))",
-        "_wait_in_caller(given[0].device, reader)",
-    ),
-    Mutant(
-        "gradients-returned-reversed", TRANSFER, "the direction of that wait",
-        "streams.wait(streams.compute_stream(device), reader)",
-        "streams.wait(reader, streams.compute_stream(device))",
-    ),
-    Mutant(
         "gradients-not-copied-back", TRANSFER,
         "the streams of the copy back: the current ones instead",
         "moved = streams.copy(given, *ctx.back)",

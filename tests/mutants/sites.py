@@ -21,7 +21,7 @@ ANYWHERE = {
     "compute_stream", "stamp", "current_streams", "_set_streams",
     "_wait_for", "let_others_copy", "watch_node",
     "follow_the_caller", "return_what_was_read", "devices_with_own_streams",
-    "call_after_backward", "_let_autograd_read",
+    "_let_autograd_read",
 }  # fmt: skip
 """Functions and methods that count as such a place, whatever they are called on."""
 
@@ -61,10 +61,6 @@ REASONS = {
         "pipert/any_model/forward_recording.py",
         "stamp(self._places[-1][1])",
     ): "as that of a layer in observe/recorder.py, which has a mutant",
-    (
-        "pipert/layers/effects.py",
-        "call_after_backward(self.check)",
-    ): "reads, and accesses no memory in another order; see the mutants of layers/effects.py",
     (
         "pipert/check/ways.py",
         "torch.cuda.synchronize(device)",
