@@ -104,6 +104,10 @@ CASES = {
         "GRPO", "prompts", args={"num_generations": 2, "max_completion_length": 4},
         more={"reward_funcs": different_tokens},
     ),
+    "GRPO, with a reference": Case(
+        "GRPO", "prompts", more={"reward_funcs": different_tokens}, has_adapters=True,
+        args={"num_generations": 2, "max_completion_length": 4, "beta": 0.1},
+    ),
 }  # fmt: skip
 
 
