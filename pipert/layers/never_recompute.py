@@ -27,12 +27,12 @@ from pipert.layers.random_numbers import drawing_apart
 
 __all__ = ["never_recompute"]
 
-Layer = TypeVar("Layer", bound=nn.Module)
+M = TypeVar("M", bound=nn.Module)
 
 _MARK = "_pipert_never_recompute"
 
 
-def never_recompute(layer: Layer) -> Layer:
+def never_recompute(layer: M) -> M:
     """Exempt ``layer`` from recomputation, whatever ``checkpoint`` says; return it.
 
     It runs once for each micro-batch and keeps what it saves. All other layers are recomputed as
