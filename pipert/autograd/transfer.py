@@ -38,8 +38,8 @@ class _Copy(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         given = tuple(grad for grad in grads if grad is not None)
         reader = ctx.back[1]
-        # Autograd may pass the memory of a gradient to another node as well, and the caller may have
-        # passed it in: both may write to it while the copy still reads it.
+        # Autograd may pass the memory of a gradient to another node as well, or the caller has
+        # passed it in: they may write to it while the copy still reads it.
         if reader is not None and given:
             given = tuple(map(Tensor.clone, given))
             streams.wait(reader, streams.compute_stream(given[0].device))
