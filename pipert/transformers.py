@@ -70,11 +70,12 @@ class Pipelined(_Base):  # type: ignore[misc,unused-ignore]
 
     def __init__(self, *args: Any, schedule: Any = "1f1b", **kwargs: Any) -> None:
         given = [one for one in (*args, *kwargs.values()) if isinstance(one, TrainingArguments)]
-        recomputes = [one for one in given if one.gradient_checkpointing]
+        names = "gradient_checkpointing", "activation_checkpointing"  # the older one, and the newer
+        recomputes = any(getattr(one, name, False) for one in given for name in names)
         for one in given:
             _check(one)
-            # The model's own would recompute what the pipe does; the first name is the older one.
-            one.gradient_checkpointing = one.activation_checkpointing = False
+            for name in names:  # the model's own would recompute what the pipe does
+                setattr(one, name, False)
         self._pipe_schedule = schedule
         self._pipe_kept: list[tuple[Any, Any, Tensor]] = []
         super().__init__(*args, **kwargs)

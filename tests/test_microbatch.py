@@ -144,48 +144,6 @@ def test_pitfall_2_refusal_names_the_sizes_below_a_pytree_without_names() -> Non
         scatter((Box(rows(3)), rows(4)), {}, 2)
 
 
-# Lists with one entry for each row.
-
-
-@pytest.mark.parametrize(
-    "entries",
-    [
-        [rows(1), rows(3), rows(2)],
-        [{"boxes": rows(k), "label": torch.tensor(k)} for k in (3, 0, 3)],
-        ["a", "b", "c"],
-        [{"role": "user", "text": "a"}, {"role": "system", "text": "b"}, {"text": "c"}],
-    ],
-)
-def test_a_list_with_one_entry_for_each_row_is_split(entries: list[Any]) -> None:
-    first, second = scatter((rows(3),), {"a": {"b": entries}}, 2)
-    assert [*first.kwargs["a"]["b"], *second.kwargs["a"]["b"]] == entries
-    assert len(first.kwargs["a"]["b"]) == len(first.args[0]) == 2
-
-
-def test_lists_of_rows_need_no_tensor_beside_them() -> None:
-    images = [rows(1), rows(3), rows(2)]
-    assert scatter((images, ["a", "b", "c"]), {}, 3)[2].args == ([images[2]], ["c"])
-    with pytest.raises(ValueError, match=r"args\[0\] has 3 and args\[1\]\[0\] has 1"):
-        scatter((images, images[:2]), {}, 3)
-
-
-@pytest.mark.parametrize("other", [[None] * 3, ["a"] * 4, ("a", "b", "c"), Replicate([3, 4, 5])])
-def test_another_list_goes_to_each_micro_batch(other: Any) -> None:
-    whole = other.value if isinstance(other, Replicate) else other
-    assert all(part.args[1] == whole for part in scatter((rows(3), other), {}, 3))
-
-
-def test_tensors_in_a_list_are_split_if_they_have_the_rows() -> None:
-    assert [len(x) for x in scatter(([rows(5), rows(5)],), {}, 2)[0]] == [3, 3]
-
-
-@pytest.mark.parametrize("unclear", [[rows(3)] * 3, [7, 8, 9], [rows(2), 1.0, "c"]])
-def test_a_list_whose_entries_need_not_be_rows_is_refused_by_path(unclear: list[Any]) -> None:
-    with pytest.raises(ValueError, match=r"kwargs\['a'\] is a list of 3 entries.* unclear"):
-        scatter((rows(3),), {"a": unclear}, 2)
-    assert scatter((rows(3),), {"a": unclear}, 1)[0].kwargs["a"] == unclear
-
-
 # Replicate.
 
 

@@ -69,7 +69,8 @@ class ModelRun:
     def __post_init__(self) -> None:
         self.copies_tensors = {device.type for device in self.run.devices} != {"cpu"}
         is_step = self.step is not None
-        self.parameters = ParameterCopies(self.module, is_step, self.copies_tensors)
+        buffers = self.layers.shared_buffers
+        self.parameters = ParameterCopies(self.module, is_step, self.copies_tensors, buffers)
         self.first_node = max(node_count(), self.run.plan.m)
 
     def clear(self) -> None:

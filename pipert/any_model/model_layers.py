@@ -68,6 +68,14 @@ class ModelLayers(dict[nn.Module, ModelLayer]):
                 self._placed[layer] = layer.partition
             seen.update(map(id, layer.module.parameters()))
         self._used: set[int] = set()  # ids of the parameters and buffers of called layers
+        first: dict[int, int] = {}  # for the id of each buffer, the first partition that has it
+        self.shared_buffers = {
+            id(buffer)
+            for layer in self.values()
+            for buffer in layer.module.buffers()
+            if first.setdefault(id(buffer), layer.partition) != layer.partition
+        }
+        """The ids of buffers that layers of several partitions have. Nobody may write to them."""
 
     def move_on_first_call(self, layer: ModelLayer, stage: Stage) -> None:
         """Move a layer to the device of ``stage`` before its first call ever.

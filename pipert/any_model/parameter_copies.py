@@ -7,7 +7,7 @@ one in place is refused, so a buffer that layers on several devices share is nev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -32,16 +32,20 @@ class ParameterCopies:
         module: the model.
         is_step: whether the run is a step, so that hooks must see whole gradients.
         moves: whether tensors may have to move between devices.
+        buffers: the ids of the buffers that layers of several partitions share.
     """
 
-    def __init__(self, module: nn.Module, is_step: bool, moves: bool) -> None:
+    def __init__(
+        self, module: nn.Module, is_step: bool, moves: bool, buffers: Collection[int]
+    ) -> None:
         self._is_step = is_step
+        self._buffers = buffers if moves else ()
         self._copies: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._substitutes: dict[tuple[Any, ...], Substitute | None] = {}
         weights = _weights_of(module) if is_step or moves else []
         self.is_needed = moves or any(map(tensor_hooks, weights))
         """Whether any parameter may need a copy, as far as the caller can tell."""
-        own = [*weights, *_buffers_of(module)] if self.is_needed else []
+        own = [*weights, *self._shared_by(module)] if self.is_needed else []
         self._versions = {id(weight): version(weight) for weight in own}
 
     def _is_replaced(self, stage: Stage, weight: Tensor) -> bool:
@@ -49,6 +53,14 @@ class ParameterCopies:
         return weight.device != stage.place.device or (
             self._is_step and bool(tensor_hooks(weight))
         )
+
+    def _shared_by(self, module: nn.Module) -> list[Tensor]:
+        """Return the shared buffers of ``module``, in whose place a recomputation puts clones."""
+        if not self._buffers:
+            return []
+        tables = [[*part._buffers.values()] for part in modules_of(module)]
+        own = [original_of(buffer) for table in tables for buffer in table if buffer is not None]
+        return [buffer for buffer in own if id(buffer) in self._buffers]
 
     def copy_of(self, stage: Stage, i: int, weight: Tensor) -> Tensor:
         """Return the copy of ``weight`` in the partition of ``stage``, or itself."""
@@ -78,12 +90,10 @@ class ParameterCopies:
         """
         key = stage.place.j, *layers
         if key not in self._substitutes:
+            all_weights: dict[Tensor, None]
             all_weights = dict.fromkeys(w for layer in layers for w in _weights_of(layer))
-            others = {*stage.run.devices} - {stage.place.device}
-            own = [buffer for layer in layers for buffer in _buffers_of(layer)]
-            buffers = [buffer for buffer in own if buffer.device in others]
-            replaced = [w for w in all_weights if self._is_replaced(stage, w)]
-            weights = tuple(dict.fromkeys([*replaced, *buffers]))
+            all_weights |= dict.fromkeys(b for layer in layers for b in self._shared_by(layer))
+            weights = tuple([w for w in all_weights if self._is_replaced(stage, w)])
             if weights and is_compiled(layers[0]):
                 raise ValueError(
                     "a compiled or scripted layer uses a parameter that lives on another device or "
@@ -91,7 +101,7 @@ class ParameterCopies:
                     "layers that share it on one device, or leave this layer uncompiled"
                 )
             copies = [self.copy_of(stage, i, weight) for weight in weights]
-            before = [self._versions.get(id(w), version(w)) for w in weights]
+            before = [self._versions[id(weight)] for weight in weights]
             self._substitutes[key] = Substitute(weights, copies, before) if weights else None
         substitute = self._substitutes[key]
         return call if substitute is None else partial(substitute.during, call)
@@ -101,12 +111,6 @@ def _weights_of(module: nn.Module) -> list[nn.Parameter]:
     """Return the parameters of ``module``; one that two modules share, twice."""
     tables = [part._parameters.values() for part in modules_of(module)]
     return [weight for table in tables for weight in table if weight is not None]
-
-
-def _buffers_of(module: nn.Module) -> list[Tensor]:
-    """Return the buffers of ``module``, for which a recomputation elsewhere may have put clones."""
-    tables = [[*part._buffers.values()] for part in modules_of(module)]
-    return [original_of(buffer) for table in tables for buffer in table if buffer is not None]
 
 
 _TRANSFORMED = (

@@ -31,7 +31,8 @@ def refuse(_: Any) -> Tensor:
     """Refuse to read a tensor that was not saved."""
     raise RecomputationError(
         "a backward came through the forward of a micro-batch whose activations are not kept: "
-        "a layer ran it through itself, or has stored what a loss uses; use checkpoint='never'"
+        "a layer ran it through itself, or has stored what a loss uses; exempt it with "
+        "pipert.never_recompute, or use checkpoint='never'"
     )
 
 
@@ -44,7 +45,8 @@ def refuse_transform(error: RuntimeError) -> None:
     if str(error).startswith("torch.func.") and "saved tensor hooks" in str(error):
         refused = RecomputationError(
             "a layer used torch.func.grad, vjp, jacrev or hessian in a partition that is "
-            "recomputed, whose forward saves nothing; use checkpoint='never'"
+            "recomputed, whose forward saves nothing; exempt it with pipert.never_recompute, or "
+            "use checkpoint='never'"
         )
         for note in getattr(error, "__notes__", ()):
             refused.add_note(note)
@@ -74,24 +76,13 @@ def hooks_of_caller() -> Hooks:
 
 
 @contextlib.contextmanager
-def saving() -> Iterator[None]:
-    """Save tensors in the block of a checkpointed forward, as without pipert's hooks."""
-    own: Any = top_hooks(True)
-    pop_hooks()
-    try:
-        yield
-    finally:
-        push_hooks(*own)
-
-
-@contextlib.contextmanager
-def without_hooks() -> Iterator[None]:
-    """Remove the current saved-tensor hooks in the block.
+def without_hooks(kind: type = object) -> Iterator[None]:
+    """Remove the current saved-tensor hooks in the block, down to one not of ``kind``.
 
     Hooks that are on around a backward are not meant for what the backward computes.
     """
     removed = []
-    while (pair := top_hooks(True)) is not None:
+    while (pair := top_hooks(True)) is not None and isinstance(pair[0], kind):
         pop_hooks()
         removed.append(pair)
     try:

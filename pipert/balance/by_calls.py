@@ -107,7 +107,7 @@ def _parts(model: nn.Module, name: str) -> list[str]:
     module = model.get_submodule(name)
     siblings = model.get_submodule(name.rpartition(".")[0])
     if isinstance(siblings, _LISTS) and _of_class(siblings, type(module)) > 1:
-        inner = [child for child in module.children() if isinstance(child, _LISTS)]
+        inner = [part for part in (module, *module.children()) if isinstance(part, _LISTS)]
         if not any(len(part) == _of_class(part, type(part[0])) > 1 for part in inner if len(part)):
             return []
     return _pieces(model, name)

@@ -4,7 +4,6 @@ A mini-batch is any pytree, in which any mapping is a node (``trees``). Its *lea
 kind:
 
 * a tensor with at least one dimension is split along dimension 0; one that occurs twice, once;
-* a list with one entry for each row is split between its entries (``row_lists``);
 * a 0-dimensional tensor, a number, a string, ``None`` and the like go to each micro-batch as is;
 * ``Replicate(x)`` sends any ``x`` whole to each micro-batch;
 * an object that hides rows, such as a NumPy array, or one that holds tensors but is not registered
@@ -17,7 +16,6 @@ chunk, and of micro-batches that are :func:`ready`, nothing is split, so rows do
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +24,6 @@ from torch.utils import _pytree as pytree
 
 from pipert._typing import Value
 from pipert.batch.hidden import REMEDY, has_rows, hides
-from pipert.batch.row_lists import leaf_test, refuse_unclear
 from pipert.batch.trees import flatten, is_whole, path_of
 
 __all__ = ["Replicate"]
@@ -132,32 +129,29 @@ def scatter_with_sizes(
     args: tuple[Any, ...], kwargs: dict[str, Any], chunks: int
 ) -> tuple[list[Value], list[int]]:
     """Like :func:`scatter`; also return each micro-batch's number of rows: 1 if it is unknown."""
-    is_leaf = is_whole if chunks == 1 else leaf_test((args, kwargs))
-    leaves, spec = flatten((args, kwargs), is_leaf)
+    leaves, spec = flatten((args, kwargs), is_whole)
     batch: int | None = None
 
     def path(k: int) -> str:
-        found = path_of((args, kwargs), k, is_leaf)
+        found = path_of((args, kwargs), k)
         if found is None:
             return f"leaf {k} of the arguments"
         root = "args" if found.startswith("[0]") else "kwargs"
         return (root + found[3:]).replace(f"kwargs[{TARGET!r}]", "target", 1)
 
     for k, leaf in enumerate(leaves if chunks > 1 else ()):
-        is_list = type(leaf) is list
-        if is_list:
-            refuse_unclear(path, k, leaf)
-        elif not isinstance(leaf, Tensor):
+        if not isinstance(leaf, Tensor):
             _refuse_hidden_rows(path, k, leaf)
-            continue
-        if is_list or leaf.dim() > 0:
+        elif leaf.dim() > 0:
             if batch is None:
-                batch, first = len(leaf), k
-            elif len(leaf) != batch:
+                batch, first = leaf.size(0), k
+            elif leaf.size(0) != batch:
                 raise ValueError(
                     "all tensors of a mini-batch must have the same number of rows (dimension 0), "
                     f"but {path(first)} has {batch} and {path(k)} has "
-                    f"{len(leaf)}; wrap what belongs whole to each micro-batch in Replicate(...)"
+                    f"{leaf.size(0)}; wrap what belongs whole to each micro-batch in "
+                    "Replicate(...). If the entries of a list are the rows, pass a step or map "
+                    "ready micro-batches"
                 )
     m = max(1, min(chunks, 1 if batch is None else batch))
     if m == 1:
@@ -188,9 +182,6 @@ def _unwrapped(leaves: list[Any]) -> list[Any]:
 def _split(leaf: Any, sizes: list[int]) -> list[Any]:
     if isinstance(leaf, Replicate):
         return [leaf.value] * len(sizes)
-    if type(leaf) is list:
-        entries = iter(leaf)
-        return [list(islice(entries, size)) for size in sizes]
     if not isinstance(leaf, Tensor) or leaf.dim() == 0:
         return [leaf] * len(sizes)
     if leaf.requires_grad and torch.is_grad_enabled():

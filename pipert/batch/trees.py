@@ -58,14 +58,14 @@ def is_whole(value: Any) -> bool:
     return type(value) in (torch.Size, PackedSequence)
 
 
-def path_of(value: Value, k: int, is_leaf: Callable[[Any], bool] = is_whole) -> str | None:
-    """Return the path to the ``k``-th leaf of ``flatten(value, is_leaf)``, such as ``[0]['x']``.
+def path_of(value: Value, k: int) -> str | None:
+    """Return the path to the ``k``-th leaf of ``flatten(value, is_whole)``, such as ``[0]['x']``.
 
     ``None`` if a type above it is registered without names.
     """
     try:
-        opened = _opened(value, is_leaf)
-        return pytree.keystr(pytree.tree_flatten_with_path(opened, is_leaf)[0][k][0])
+        opened = _opened(value, is_whole)
+        return pytree.keystr(pytree.tree_flatten_with_path(opened, is_whole)[0][k][0])
     except ValueError:
         return None
 

@@ -87,7 +87,7 @@ class Buffers:
         }
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}  # by id, each beside its original
 
-    def put_aside(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def put_aside(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Call the layer, whose lock is held, and leave the buffers as they are."""
         before: list[tuple[Any, str, Any]] = []
         for module in self._modules:

@@ -226,8 +226,9 @@ class Layers:
         return partial(self._call_layer, layer, Effect(self._effects, self._place, i, name), call)
 
     def _call_layer(
-        self, layer: nn.Module, effect: Effect, call: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> Value:
+        self, layer: nn.Module, effect: Effect, call: Callable[..., Any], /, *args: Any,
+        **kwargs: Any,
+    ) -> Value:  # fmt: skip
         assert self._snapshot is not None
         if is_recomputing():
             call = partial(self._snapshot.buffers[layer].put_aside, call)

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from pipert._typing import Value
-from pipert.autograd.hooks import saving
+from pipert.autograd.hooks import Forget, without_hooks
 from pipert.batch.tensors import tensors_of
 from pipert.layers.effects import Effect
 from pipert.layers.phase import checkpointing
@@ -71,14 +71,14 @@ class FromForward:
         self._inputs: dict[str, Effect] = {}  # of calls of exempt layers
         self._outputs: dict[str, Callable[[], Value]] = {}
 
-    def call(self, name: str, call: Callable[..., Value], *args: Any, **kwargs: Any) -> Value:
+    def call(self, name: str, call: Callable[..., Value], /, *args: Any, **kwargs: Any) -> Value:
         """Call the exempt layer called ``name`` in ``F``; return the same value again in ``R``."""
         if name not in self._inputs:
             self._inputs[name] = self._effect(f"the input of {name}")
         self._inputs[name].note((args, kwargs))
         if name in self._outputs:
             return self._outputs[name]()
-        with saving(), drawing_apart(), checkpointing(False):
+        with without_hooks(Forget), drawing_apart(), checkpointing(False):
             y = call(*args, **kwargs)
         self._outputs[name] = _copied(y)
         return y

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from pipert._torch import WithoutDispatch, WithoutFunctions
 from pipert.layers.cpu_draws import CPU, DRAWING, current
 from pipert.layers.default_generators import default_generator
-from pipert.layers.dispatch_keys import stash, stashed
+from pipert.layers.dispatch_keys import stash
 
 __all__: list[str] = []
 
@@ -99,8 +99,7 @@ class Draws:
     """
 
     __slots__ = (
-        "_before", "_own", "_parts", "_seed", "_states", "device", "number", "outer", "run",
-        "shared",
+        "_own", "_parts", "_seed", "_states", "device", "number", "outer", "run", "shared",
     )  # fmt: skip
 
     def __init__(self, run: RunSeed, number: int, device: torch.device) -> None:
@@ -134,7 +133,6 @@ class Draws:
 
     def __enter__(self) -> None:
         """Make this the current task, which has the default generators that it needs to itself."""
-        self._before = stashed()
         stash(self)
         try:
             for device in self.shared:
@@ -146,7 +144,7 @@ class Draws:
     def __exit__(self, *_: object) -> None:
         for device in reversed(self.shared):
             self.leave(device)
-        stash(self._before)
+        stash(self.outer)
 
     def enter(self, device: torch.device) -> None:
         """Have the default generator of ``device``, seeded, or as the task has left it."""

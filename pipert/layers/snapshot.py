@@ -97,7 +97,7 @@ class Snapshot:
             raise RuntimeError(
                 "a layer is called with parameters in place of its own, as by "
                 "torch.func.functional_call, which are not there when it is recomputed; "
-                "use checkpoint='never'"
+                "exempt it with pipert.never_recompute, or use checkpoint='never'"
             )
 
     def refuse_changes(self) -> None:
@@ -121,8 +121,8 @@ class Snapshot:
             raise RuntimeError(
                 "a parameter of a partition was modified between a forward and its recomputation, "
                 "or is another tensor, as with torch.func.functional_call; call the optimizer "
-                "after the backward, or use checkpoint='never', as for a layer that changes it in "
-                "its forward, such as nn.Embedding(max_norm=...)"
+                "after the backward, or exempt with pipert.never_recompute a layer that changes it "
+                "in its forward, such as nn.Embedding(max_norm=...), or use checkpoint='never'"
             )
 
 

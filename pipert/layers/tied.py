@@ -174,7 +174,7 @@ class Substitute(TorchFunctionMode):
             return {key: self._swap(item) for key, item in value.items()}
         return value
 
-    def during(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def during(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run ``call(*args, **kwargs)`` with the copies."""
         with self:
             return call(*args, **kwargs)

@@ -69,6 +69,40 @@ def test_a_buffer_that_layers_on_two_gpus_share_is_copied(
     torch.testing.assert_close(found, expected)
 
 
+class Counting(nn.Module):
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x.tanh()
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.counting = Counting()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.double()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.counting(self.second(self.counting(self.first(x))))
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("way", WAYS, ids=["call", "step"])
+def test_a_layer_that_is_called_on_two_gpus_may_count_in_a_buffer(
+    way: Callable[[Any, Tensor], Any],
+) -> None:
+    model = Twice()
+    with pipeline(model, ["second"], devices=["cuda:0", "cuda:1"], chunks=3) as pipe:
+        way(pipe, torch.randn(6, 4, dtype=torch.float64))
+    assert int(model.counting.calls) == 6
+
+
 @pytest.mark.multi_gpu
 @pytest.mark.parametrize("way", WAYS, ids=["call", "step"])
 def test_a_layer_that_writes_to_a_buffer_of_another_gpu_is_refused(

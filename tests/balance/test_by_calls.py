@@ -203,6 +203,8 @@ def test_a_block_is_not_cut_inside_though_it_takes_more_than_its_share() -> None
 def test_a_stage_is_cut_between_its_blocks() -> None:
     stages = [Stack([Block(), Block()]), Stack([Block() for _ in range(6)])]
     assert chosen(Stack(stages), 2) == ["layers.1.layers.2"]
+    plain = [nn.Sequential(Block(), Block()), nn.Sequential(*[Block() for _ in range(6)])]
+    assert chosen(Stack(plain), 2) == ["layers.1.2"]
 
 
 def test_lists_inside_elements_are_cut_only_if_an_element_takes_more_than_its_share() -> None:

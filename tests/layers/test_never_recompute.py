@@ -152,6 +152,47 @@ def test_a_layer_is_exempt_if_a_module_around_or_inside_it_was_marked(kind: str)
     assert (len(inner.calls), len(outer.calls)) == (M, M)
 
 
+class Named(nn.Module):
+    """Takes arguments whose names pipert uses itself."""
+
+    def __init__(self, marked: bool) -> None:
+        super().__init__()
+        self.inner = linear(3, 3)
+        if marked:
+            never_recompute(self)
+        self.register_buffer("buffer", torch.zeros(1))
+
+    def forward(self, x: Tensor, name: Tensor, call: Tensor, effect: Tensor) -> Tensor:
+        y: Tensor = self.inner(x + name) + call * effect
+        return y
+
+
+@kinds
+@pytest.mark.parametrize("marked", [True, False])
+def test_arguments_may_have_any_name(kind: str, marked: bool) -> None:
+    layers = nn.Sequential(Named(marked), linear(3, 3), linear(3, 3))
+    x = torch.randn(2 * M, 3, dtype=torch.float64)
+    given = {name: x.clone() for name in ("name", "call", "effect")}
+    options: Any = {"devices": ["cpu"] * 2, "chunks": M, "checkpoint": "always"}
+    if kind == "Pipe":
+        pipe: Any = Pipe(layers, [1, 2], **options)
+    else:
+        pipe = pipeline(Around(layers), ["layers.1"], **options)
+    with pipe:
+        y = pipe(x, **given)
+        torch.testing.assert_close(y, layers[1:](layers[0](x, **given)))
+        y.sum().backward()
+
+
+class Around(nn.Module):
+    def __init__(self, layers: nn.Sequential) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: Tensor, **given: Tensor) -> Any:
+        return self.layers[2](self.layers[1](self.layers[0](x, **given)))
+
+
 def test_the_mark_is_copied_and_pickled_and_the_state_and_forward_stay_as_they_are() -> None:
     layers = model(Codebook())
     keys, forward = [*layers.state_dict()], layers[2].forward
