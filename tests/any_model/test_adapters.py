@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipert import SharedStateWarning, pipeline
+from pipert import pipeline
 from tests.any_model.family import library
 from tests.any_model.same import assert_same
 from tests.contract.ways import grads_of
@@ -147,8 +147,6 @@ def test_each_row_has_the_adapter_that_a_list_names() -> None:
     expected = model.eval()(input_ids=ids, adapter_names=names).logits
     with pipeline(model, cuts_of(model), devices=["cpu"] * 2, chunks=2) as pipe:
         torch.testing.assert_close(model(input_ids=ids, adapter_names=names).logits, expected)
-        with pytest.warns(SharedStateWarning, match="_forward_pre_hooks"):
-            pipe(input_ids=ids, adapter_names=names)
 
 
 def test_a_step_refuses_prefixes_which_are_in_a_cache() -> None:
