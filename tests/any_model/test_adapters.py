@@ -145,7 +145,7 @@ def test_each_row_has_the_adapter_that_a_list_names() -> None:
     names = ["default", "other", "__base__", "default"]
     ids = torch.cat([batch["input_ids"] for batch in batches()])
     expected = model.eval()(input_ids=ids, adapter_names=names).logits
-    with pipeline(model, cuts_of(model), devices=["cpu"] * 2, chunks=2) as pipe:
+    with pipeline(model, cuts_of(model), devices=["cpu"] * 2, chunks=2):
         torch.testing.assert_close(model(input_ids=ids, adapter_names=names).logits, expected)
 
 
