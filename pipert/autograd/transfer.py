@@ -2,6 +2,12 @@
 
 In the backward each does what the opposite direction needs: ``Copy'`` brings the gradient back over
 the same two streams, and in ``Wait'`` the two streams swap roles. On CPU neither is used.
+
+Autograd runs the nodes of each device on a thread, and adds up the gradients of a tensor on the
+threads that they come from. That goes wrong in torch (2.11 to 2.14): whether a gradient may be
+added to in place is decided by two counts of references, and between these the thread may wait for
+the interpreter, while another one, which is in a Python node, passes the same gradient on. So
+``Copy'`` hands over to a node on the device of ``x``, whose thread adds up all gradients of ``x``.
 """
 
 from __future__ import annotations
@@ -88,7 +94,8 @@ def copy(
     drops at any time. So they use memory of the caller's compute stream, which the caller orders.
     """
     held = accumulators(xs)
-    copied: Tensors = _apply_copy(device, source, target, to_caller, *xs)
+    on_home_thread = _apply_wait(None, None, False, *xs)
+    copied: Tensors = _apply_copy(device, source, target, to_caller, *on_home_thread)
     del held
     return copied
 

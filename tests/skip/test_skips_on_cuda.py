@@ -6,6 +6,7 @@ What waits for nobody is found out by keeping streams busy, see ``sleep``, and b
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -114,6 +115,17 @@ def pipe_of(module: nn.Sequential, devices: list[str], chunks: int = 4, **option
     return Pipe(module, balance=[1, 1, 1], devices=devices, chunks=chunks, **options)
 
 
+def nodes_behind(y: Tensor) -> set[Any]:
+    """Returns all nodes of the graph of ``y``."""
+    found, left = set[Any](), [y.grad_fn]
+    while left:
+        node = left.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            left += [child for child, _ in node.next_functions]
+    return found
+
+
 def batch(requires_grad: bool = True) -> Tensor:
     return torch.randn(ROWS, WIDTH, dtype=torch.double, requires_grad=requires_grad)
 
@@ -176,6 +188,20 @@ def test_a_skip_is_copied_once_and_its_gradient_once(
     first, _, last = devices
     assert there == (2 * [(first, last)] if first != last else [])
     assert copied == (2 * [(last, first)] if first != last else [])
+
+
+@placements
+@pytest.mark.parametrize("poppers", [1, 2])
+def test_one_thread_adds_up_the_gradients_of_a_tensor(devices: list[str], poppers: int) -> None:
+    """With gradients from two threads, torch may add to one that another node still passes on."""
+    with pipe_of(model(poppers), devices, checkpoint="never") as pipe:
+        y = pipe(batch())
+    threads = defaultdict[tuple[Any, int], set[torch.device]](set)
+    for node in nodes_behind(y):
+        for edge in node.next_functions:
+            threads[edge].add(node._input_metadata[0].device)
+    assert len(threads) > 10
+    assert all(len(found) == 1 for edge, found in threads.items() if edge[0] is not None)
 
 
 # Streams ------------------------------------------------------------------------------------------
