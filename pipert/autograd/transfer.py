@@ -7,7 +7,9 @@ Autograd runs the nodes of each device on a thread, and adds up the gradients of
 threads that they come from. That goes wrong in torch (2.11 to 2.14): whether a gradient may be
 added to in place is decided by two counts of references, and between these the thread may wait for
 the interpreter, while another one, which is in a Python node, passes the same gradient on. So
-``Copy'`` hands over to a node on the device of ``x``, whose thread adds up all gradients of ``x``.
+``Copy'`` hands over to ``Send'``, a node on the device of ``x``, whose thread adds up all gradients
+of ``x``. It takes the turn of its micro-batch, as forks do (see ``autograd.order``): it comes after
+what has begun there, which would wait for the copy as well.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipert._torch import set_sequence_nr
 from pipert._typing import Tensors
 from pipert.autograd import streams
 from pipert.autograd.function import applied
@@ -25,6 +28,18 @@ from pipert.autograd.leaves import accumulators
 __all__: list[str] = []
 
 Stream = torch.cuda.Stream | None
+
+
+class _Send(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, i: int, *xs: Tensor) -> tuple[Tensor, ...]:
+        ctx.materialize_grads = False
+        set_sequence_nr(ctx, i)
+        return tuple(map(Tensor.detach, xs))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return (None, *grads)
 
 
 class _Copy(torch.autograd.Function):
@@ -82,20 +97,30 @@ class _Wait(torch.autograd.Function):
         return (None, None, None, *grads)
 
 
-_apply_copy, _apply_wait = applied(_Copy), applied(_Wait)
+_apply_send, _apply_copy, _apply_wait = map(applied, (_Send, _Copy, _Wait))
 
 
 def copy(
-    xs: Tensors, device: torch.device, source: Stream, target: Stream, to_caller: bool = False
+    i: int,
+    xs: Tensors,
+    device: torch.device,
+    source: Stream,
+    target: Stream,
+    to_caller: bool = False,
 ) -> Tensors:
     """Copy ``xs``, which are all on one device, to ``device``; gradients come back the same way.
 
-    With ``to_caller`` gradients may become ``.grad``, which the caller reads on any stream and
-    drops at any time. So they use memory of the caller's compute stream, which the caller orders.
+    Args:
+        i: the micro-batch.
+        xs: the tensors.
+        device: where they go.
+        source, target: the streams on which they are read and written.
+        to_caller: whether gradients may become ``.grad``, which the caller reads on any stream and
+            drops at any time. So they use memory of the caller's compute stream, which the caller
+            orders.
     """
     held = accumulators(xs)
-    on_home_thread = _apply_wait(None, None, False, *xs)
-    copied: Tensors = _apply_copy(device, source, target, to_caller, *on_home_thread)
+    copied: Tensors = _apply_copy(device, source, target, to_caller, *_apply_send(i, *xs))
     del held
     return copied
 

@@ -56,7 +56,7 @@ class CallTransport:
     ) -> Tensors:
         if self.in_graph(tensors[0]):
             to_caller = origin is None
-            return transfer.copy(tensors, self._device, source, target, to_caller=to_caller)
+            return transfer.copy(i, tensors, self._device, source, target, to_caller)
         return streams.copy(tensors, self._device, source, target)
 
     def wait(self, i: int, x: Value, waiter: Stream, awaited: Stream) -> Value:

@@ -178,8 +178,8 @@ OF_CALLS = [
     ),
     Mutant(
         "graph-move-swapped", COPIES, "source and target of a copy in the graph: swapped",
-        "return transfer.copy(tensors, self._device, source, target, to_caller=to_caller)",
-        "return transfer.copy(tensors, self._device, target, source, to_caller=to_caller)",
+        "return transfer.copy(i, tensors, self._device, source, target, to_caller)",
+        "return transfer.copy(i, tensors, self._device, target, source, to_caller)",
     ),
     Mutant(
         "move-swapped", COPIES, "source and target of a copy without gradient: swapped",
