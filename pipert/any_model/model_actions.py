@@ -23,8 +23,8 @@ from pipert.any_model.microbatch_thread import MicroBatchThreads
 from pipert.autograd import order
 from pipert.autograd.leaves import Behind, leaves_behind
 from pipert.autograd.recompute import Graph
-from pipert.schedules.action import BACKWARD, FORWARD, RECOMPUTE, Action
-from pipert.stage.actions import Actions
+from pipert.schedules.action import BACKWARD, FORWARD, RECOMPUTE, WEIGHT, Action
+from pipert.stage.actions import Actions, weight_gradients
 from pipert.stage.backward import differentiate_graph
 from pipert.stage.stage import Stage
 from pipert.stage.step_boundary import StepBoundary
@@ -43,7 +43,8 @@ class ModelActions:
 
     def table(self) -> Actions:
         """Return the function that carries out each kind of action."""
-        return {FORWARD: self.forward, RECOMPUTE: self.recompute, BACKWARD: self.backward}
+        own = {FORWARD: self.forward, RECOMPUTE: self.recompute, BACKWARD: self.backward}
+        return {**own, WEIGHT: weight_gradients}
 
     def forward(self, stage: Stage, i: int, x: Value) -> Value:
         """Carry out ``F[i,j]``: hand off to micro-batch ``i``, which partition 0 starts."""
@@ -98,7 +99,7 @@ class ModelActions:
         xs = tuple([edge for edge, _ in part.entries])
         look = partial(_look_behind, part, graph)
         own = Graph(xs, tuple(ys))
-        dxs, leaves, gradients = differentiate_graph(stage, cut, own, dys, look)
+        dxs, leaves, gradients = differentiate_graph(stage, cut, i, own, dys, look)
         inputs = []
         for (_, source), dx in zip(part.entries, dxs, strict=True):
             if source.edge is None:

@@ -13,13 +13,14 @@ __all__ = ["Event"]
 FORWARD = "forward"
 RECOMPUTE = "recompute"
 BACKWARD = "backward"
+WEIGHT = "weight gradient"
 COPY = "copy"
 WAIT = "wait"
 
-KINDS = (FORWARD, RECOMPUTE, BACKWARD, COPY, WAIT)
-COMPUTE = (FORWARD, RECOMPUTE, BACKWARD)
+KINDS = (FORWARD, RECOMPUTE, BACKWARD, WEIGHT, COPY, WAIT)
+COMPUTE = (FORWARD, RECOMPUTE, BACKWARD, WEIGHT)
 
-_LETTERS = {FORWARD: "F", RECOMPUTE: "R", BACKWARD: "B"}
+_LETTERS = {FORWARD: "F", RECOMPUTE: "R", BACKWARD: "B", WEIGHT: "W"}
 _KINDS = {letter: kind for kind, letter in _LETTERS.items()}
 
 
@@ -33,7 +34,8 @@ class Event:
     """One event of a recording: what a device did, and when."""
 
     kind: str
-    """``'forward'``, ``'recompute'``, ``'backward'``, ``'copy'`` or ``'wait'``."""
+    """``'forward'``, ``'recompute'``, ``'backward'``, ``'weight gradient'``, ``'copy'`` or
+    ``'wait'``."""
     micro_batch: int
     partition: int
     """The partition; for a copy, its destination."""

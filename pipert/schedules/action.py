@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 __all__ = ["Action", "Rule", "RULES"]
 
-FORWARD, RECOMPUTE, BACKWARD = "F", "R", "B"
+FORWARD, RECOMPUTE, BACKWARD, WEIGHT = "F", "R", "B", "W"
 
 _TEXT = re.compile(r"([A-Z])\[(\d+),(\d+)\]")
 
@@ -24,7 +24,8 @@ class Action(NamedTuple):
     """
 
     kind: str
-    """``'F'``, ``'R'`` or ``'B'``: forward, recomputation, backward."""
+    """``'F'``, ``'R'``, ``'B'`` or ``'W'``: forward, recomputation, backward, and the gradients of
+    weights that the backward has put off."""
     i: int
     """The micro-batch."""
     j: int
@@ -92,6 +93,7 @@ RULES: dict[str, Rule] = {
         "recomputation", lambda size: size.recomputed, lambda a, _: [Action(FORWARD, a.i, a.j)]
     ),
     BACKWARD: Rule("backward", lambda size: size.m, _backward_needs),
+    WEIGHT: Rule("weight gradient", lambda size: size.m, lambda a, _: [Action(BACKWARD, a.i, a.j)]),
 }
 """One row per kind of action. A row of ``stage.actions.ACTIONS`` says how it is carried out."""
 

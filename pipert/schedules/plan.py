@@ -38,6 +38,12 @@ from pipert.schedules.action import (
 )
 from pipert.schedules.clock_cycle import clock_cycle, gpipe
 from pipert.schedules.one_f_one_b import eager_one_f_one_b, interleaved, one_f_one_b
+from pipert.schedules.zero_bubble import (
+    zero_bubble,
+    zero_bubble_1,
+    zero_bubble_2,
+    zero_bubble_v,
+)
 
 __all__: list[str] = []
 
@@ -49,8 +55,12 @@ NAMED: dict[str, Schedule] = {
     "1f1b": one_f_one_b,
     "eager-1f1b": eager_one_f_one_b,
     "interleaved": interleaved,
+    "zb": zero_bubble,
+    "zb-h1": zero_bubble_1,
+    "zb-h2": zero_bubble_2,
+    "zb-v": zero_bubble_v,
 }
-BOUNDED = (one_f_one_b, eager_one_f_one_b, interleaved)
+BOUNDED = tuple([schedule for schedule in NAMED.values() if schedule is not gpipe])
 """The schedules that keep a bounded number of micro-batches, however large ``m`` is."""
 
 Made = tuple[tuple[Action, ...], ...]

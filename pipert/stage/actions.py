@@ -6,9 +6,10 @@ function below, and sends the result over a link::
     F[i,j]   x from stage j-1    forward      y to stage j+1
     R[i,j]                       recompute
     B[i,j]   dy from stage j+1   backward     dx to stage j-1
+    W[i,j]                       weight_gradients
 
-``R`` and ``B`` are actions of a step. In a call, ``R`` is a node of the graph, and ``B`` autograd's
-own walk along it.
+``R``, ``B`` and, under some schedules, ``W`` are actions of a step. In a call, ``R`` is a node of
+the graph, and ``B`` autograd's own walk along it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from pipert._torch import node_count
@@ -25,7 +27,7 @@ from pipert.batch.tensors import differentiable
 from pipert.layers.call import AfterLayer
 from pipert.layers.never_recompute import FromForward
 from pipert.observe.backward import makers, watch_nodes
-from pipert.schedules.action import BACKWARD, FORWARD, RECOMPUTE, Action
+from pipert.schedules.action import BACKWARD, FORWARD, RECOMPUTE, WEIGHT, Action
 from pipert.stage.backward import Gradients, differentiate_stage, gather, scatter
 from pipert.stage.shared_memory import compute_watching
 from pipert.stage.stage import Execute, Stage
@@ -88,6 +90,20 @@ def backward(stage: Stage, i: int, dy: Gradients) -> Gradients:
     return scatter(stage, cut, i, dxs, kept)  # those of arriving skips go straight back
 
 
+def weight_gradients(stage: Stage, i: int, _: Value) -> None:
+    """Carry out ``W[i,j]`` of a step: compute the gradients of weights that ``B[i,j]`` put off."""
+    cut, notifier = stage.cut, stage.run.notifier
+    assert cut is not None
+    left = [] if cut.later is None else cut.later.pop(i, [])
+    left.reverse()
+    action, is_recorded = Action(WEIGHT, i, stage.place.j), notifier.recorder is not None
+    with notifier.recorded(action, stage.place.device) if is_recorded else NOTHING, torch.no_grad():
+        while left:
+            weight, compute, dy = left.pop()
+            cut.gradients.add((weight,), (compute(dy),))
+            del compute, dy  # before the next one needs memory
+
+
 def _watched(
     stage: Stage, i: int, kept: FromForward | None, after_layer: AfterLayer, x: Value
 ) -> Value:
@@ -117,5 +133,7 @@ def compute_recorded(stage: Stage, i: int, x: Value) -> Value:
 
 Actions = Mapping[str, Execute]
 
-ACTIONS: Actions = {FORWARD: forward, RECOMPUTE: recompute, BACKWARD: backward}
+ACTIONS: Actions = {
+    FORWARD: forward, RECOMPUTE: recompute, BACKWARD: backward, WEIGHT: weight_gradients,
+}  # fmt: skip
 """One row per kind of action. A row of ``schedules.action.RULES`` says what it depends on."""

@@ -16,11 +16,12 @@ from pipert.autograd import order
 from pipert.autograd.engine import differentiate
 from pipert.autograd.leaves import Behind, is_in_python, leaves_behind
 from pipert.autograd.recompute import Graph
+from pipert.autograd.weight_gradients import Later, put_off
 from pipert.layers.nested_checkpoint import refuse_reentrant_checkpoint
 from pipert.schedules.action import BACKWARD, Action
 from pipert.stage.inner_backward import taking_gradients
 from pipert.stage.stage import Stage
-from pipert.stage.step_boundary import Kept, StepBoundary
+from pipert.stage.step_boundary import Kept, Late, StepBoundary
 from pipert.workers.context import NOTHING
 
 __all__: list[str] = []
@@ -62,7 +63,7 @@ def _differentiate(
     stage: Stage, cut: StepBoundary, i: int, kept: Kept, dys: Gradients
 ) -> Gradients:
     for graph in kept.graphs:  # that of the loss first
-        dys, leaves, gradients = differentiate_graph(stage, cut, graph, dys)
+        dys, leaves, gradients = differentiate_graph(stage, cut, i, graph, dys)
         if graph is kept.graphs[-1]:
             cut.copies.let_others_copy(i)  # before the sums: the copy needs none of them
         cut.gradients.add(leaves, gradients)
@@ -70,11 +71,12 @@ def _differentiate(
 
 
 def differentiate_graph(
-    stage: Stage, cut: StepBoundary, graph: Graph, dys: Gradients, look: Look | None = None
+    stage: Stage, cut: StepBoundary, i: int, graph: Graph, dys: Gradients, look: Look | None = None
 ) -> tuple[Gradients, Sequence[Tensor], Gradients]:
     """Return the gradients of the graph's inputs; its leaves, and their gradients.
 
-    ``look`` finds what is behind the outputs; by default the nodes made in the stage are its own.
+    In a plan with ``W[i,j]``, what that will compute is noted, and left out. ``look`` finds what is
+    behind the outputs; by default the nodes made in the stage are its own.
     """
     pairs = [(y, dy) for y, dy in zip(graph.ys, dys, strict=True) if dy is not None]
     if not pairs:
@@ -87,9 +89,16 @@ def differentiate_graph(
         behind = look(ends)
     leaves = behind.leaves
     refuse_hooked(cut, leaves)
-    found = gradients_of(stage, (*graph.xs, *leaves), ys, given, behind)
+    later = list[Later]()
+    if cut.later is not None:
+        later, leaves = put_off(behind, ends)
+    wanted = (*graph.xs, *leaves, *[one.edge for one in later])
+    found = gradients_of(stage, wanted, ys, given, behind)
+    for one, dy in zip(later, found[len(wanted) - len(later) :], strict=True):
+        if dy is not None and cut.later is not None:
+            cut.later.setdefault(i, []).append(Late(one.weight, one.compute, dy))
     dxs = tuple([None if dx is None else alone(dx) for dx in found[: len(graph.xs)]])
-    return dxs, leaves, found[len(graph.xs) :]
+    return dxs, leaves, found[len(graph.xs) : len(graph.xs) + len(leaves)]
 
 
 _node: Callable[[Any], Any] = attrgetter("node")

@@ -35,7 +35,7 @@ from pipert.layers.call import Layers
 from pipert.layers.place import Place
 from pipert.layers.tied import Weights
 from pipert.queues.closable import Once
-from pipert.schedules.action import BACKWARD, FORWARD, RECOMPUTE, Action
+from pipert.schedules.action import BACKWARD, FORWARD, RECOMPUTE, WEIGHT, Action
 from pipert.skip.namespace import Key
 from pipert.skip.routes import PartitionSkips
 from pipert.stage.call_boundary import CallBoundary
@@ -129,7 +129,8 @@ class Stage:
         if kind == BACKWARD:
             going_back = context.going_back_on_worker
             return How(self.links.dy.receive, going_back, execute, self.links.dx.send)
-        return How(NOWHERE.receive, context.on_worker, execute, NOWHERE.send)
+        around = context.going_back_on_worker if kind == WEIGHT else context.on_worker
+        return How(NOWHERE.receive, around, execute, NOWHERE.send)
 
     def borrow(self, i: int) -> None:
         """Lend the layers the substitutes for parameters; once per run."""

@@ -24,7 +24,9 @@ from pipert.autograd.recompute import Edges, Graph, Recomputation, Replay, edges
 from pipert.batch.hidden import CLOSED_TO_GRAPHS, REMEDY, hides
 from pipert.batch.tensors import Carried, differentiable
 from pipert.batch.trees import ORDINARY, flatten
+from pipert.autograd.weight_gradients import ToWeight
 from pipert.layers.place import Place
+from pipert.schedules.action import WEIGHT
 from pipert.stage.copies import Copies
 from pipert.stage.gradients import Gradients
 from pipert.stage.run import Run
@@ -49,6 +51,14 @@ class Kept(NamedTuple):
     """The only output of the last stage; ``None`` in the others."""
 
 
+class Late(NamedTuple):
+    """The gradient of a weight that ``B[i,j]`` has left to ``W[i,j]``."""
+
+    weight: Tensor
+    compute: ToWeight
+    dy: Tensor
+
+
 class Entered(NamedTuple):
     """The inputs of the current micro-batch."""
 
@@ -68,7 +78,8 @@ class StepBoundary:
 
     __slots__ = (
         "_callers", "_devices", "_entered", "_first", "_hooks", "_is_last", "_place",
-        "_recomputation", "_recomputed", "_seed", "copies", "gradients", "kept", "step",
+        "_recomputation", "_recomputed", "_seed", "copies", "gradients", "kept", "later",
+        "step",
     )  # fmt: skip
 
     def __init__(
@@ -77,6 +88,10 @@ class StepBoundary:
         self.step = step
         self.gradients = Gradients()
         self.kept: dict[int, Kept] = {}
+        # Saved-tensor hooks of the caller would unpack twice what they have packed.
+        puts_off = WEIGHT in run.plan.occurring_kinds and run.context.saved_tensor_hooks is None
+        self.later: dict[int, list[Late]] | None = {} if puts_off else None
+        """What ``W[i,j]`` computes, by micro-batch; ``None`` if nothing is put off."""
         self._is_last = place.is_last
         self._place = place
         self._devices = run.devices
@@ -202,6 +217,8 @@ class StepBoundary:
 
     def drop(self) -> None:
         self.kept.clear()
+        if self.later is not None:
+            self.later.clear()
         self.gradients.clear()
         self.step.drop()
 
