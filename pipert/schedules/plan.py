@@ -88,7 +88,7 @@ class Plan:
     autograd in the backward of a call."""
     ticks: tuple[tuple[Action, ...], ...]
     kinds: tuple[str, ...] = STEP
-    """The kinds of action that the plan must have."""
+    """The kinds of action that the plan must have. Of another that it has, it has all."""
     order: tuple[Action, ...] = field(init=False, repr=False, compare=False)
     """All actions, in the order in which the clock posts them."""
     positions: dict[Action, int] = field(init=False, repr=False, compare=False)
@@ -116,7 +116,7 @@ class Plan:
                 if missing:
                     raise ValueError(f"{action} is in tick {k} and needs {missing[0]} before it")
             done.update(tick)
-        for kind in self.kinds:
+        for kind in dict.fromkeys((*self.kinds, *sorted(self.occurring_kinds))):
             for i, j in product(range(RULES[kind].count(self._size)), range(self.n)):
                 if Action(kind, i, j) not in done:
                     raise ValueError(

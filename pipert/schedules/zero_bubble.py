@@ -51,8 +51,7 @@ def zero_bubble_v(m: int, n: int, placement: tuple[int, ...]) -> Ticks:
     Raises:
         ValueError: the placement is no V.
     """
-    half = list(range(n // 2))
-    if list(placement) != [*half, *reversed(half)]:
+    if not _is_v(placement):
         raise ValueError(
             "'zb-v' is for twice as many partitions as devices, placed as a V, as in devices="
             f"['cuda:0', 'cuda:1', 'cuda:1', 'cuda:0']; the workers of the partitions are "
@@ -64,8 +63,12 @@ def zero_bubble_v(m: int, n: int, placement: tuple[int, ...]) -> Ticks:
 
 def zero_bubble(m: int, n: int, placement: tuple[int, ...]) -> Ticks:
     """Choose ``zb-v`` where the placement is a V, else ``zb-h1``."""
-    is_v = len(set(placement)) < n and placement == tuple(reversed(placement))
-    return (zero_bubble_v if is_v else zero_bubble_1)(m, n, placement)
+    return (zero_bubble_v if _is_v(placement) else zero_bubble_1)(m, n, placement)
+
+
+def _is_v(placement: tuple[int, ...]) -> bool:
+    half = range(len(placement) // 2)
+    return placement == (*half, *reversed(half))
 
 
 def _zero_bubble(

@@ -41,6 +41,8 @@ def test_observers_see_each_task_begin_and_end_once(way: Way) -> None:
     tasks = {"forward": EACH, "recomputation": {(i, j) for i, j in EACH if i < recomputed(way)}}
     if way.schedule != CALL:  # there it is autograd's
         tasks["backward"] = EACH
+    if way.schedule == "zb-h1":
+        tasks["weight gradient"] = EACH
     told = Counter(TaskInfo(0, phase, j, i, CPU) for phase in tasks for i, j in tasks[phase])
     for event in ("task_started", "task_finished"):
         assert Counter(log.of(event)) == told
@@ -58,6 +60,7 @@ def test_runs_tasks_and_recomputations_are_counted(way: Way) -> None:
     assert (seen.runs, seen.succeeded, seen.in_flight, seen.failures) == (2, 2, 0, 0)
     assert seen.recomputations == 2 * recomputed(way) * N
     of_step = M if way.schedule == CALL else 2 * M + recomputed(way)
+    of_step += M * (way.schedule == "zb-h1")
     assert [worker.tasks for worker in seen.workers] == [2 * of_step] * N
     assert all(worker.busy_seconds > 0 and worker.doing is None for worker in seen.workers)
 
@@ -81,7 +84,7 @@ def test_a_failure_is_told_and_counted_once_with_its_task(way: Way, phase: str) 
         with pytest.raises(ValueError, match="no"):
             take_step(pipe, way, batch(2 * M))
         seen = pipe.statistics()
-    first = 0 if phase == "forward" or way.schedule == "1f1b" else M - 1
+    first = M - 1 if phase == "backward" and way.schedule in (CALL, "gpipe") else 0
     is_task = way.schedule != CALL or phase != "backward"
     fails_run = way.schedule != CALL or phase == "forward"
     task = TaskInfo(0, phase, 1, first, CPU)

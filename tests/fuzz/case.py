@@ -8,7 +8,8 @@ from random import Random
 __all__ = ["Case", "Step", "draw"]
 
 HOWS = {  # the ways to take a step, and their weights
-    "call": 6, "gpipe": 3, "1f1b": 4, "interleaved": 3, "own order": 3, "two calls": 2,
+    "call": 6, "gpipe": 3, "1f1b": 4, "zb-h1": 3, "zb-h2": 2, "interleaved": 3, "own order": 3,
+    "two calls": 2,
     "two threads": 1,
     "twice": 1, "penalty": 1, "no_grad": 2, "inference": 2, "evaluation": 1,
 }  # fmt: skip

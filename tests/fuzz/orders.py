@@ -16,10 +16,10 @@ __all__ = ["Order", "schedule_of"]
 def schedule_of(case: Case, step: Step, workers: Sequence[int]) -> Any:
     """Returns the step's schedule; 1F1B if it has none, or needs partitions placed in turn."""
     if step.how == "own order":
-        return Order(case.seed, ordered="batch norm" in case.units)
+        return Order(case.seed, ordered="batch norm" in case.units, puts_off=case.seed % 2 == 0)
     d = len(set(workers))
     in_turns = all(worker == workers[j % d] for j, worker in enumerate(workers))
-    if step.how == "gpipe" or step.how == "interleaved" and in_turns:
+    if step.how in ("gpipe", "zb-h1", "zb-h2") or step.how == "interleaved" and in_turns:
         return step.how
     return "1f1b"
 
@@ -31,6 +31,8 @@ class Order:
     seed: int
     ordered: bool
     """Whether each partition runs its forwards in order, which BatchNorm's results depend on."""
+    puts_off: bool
+    """Whether gradients of weights are computed apart."""
 
     def __call__(self, m: int, n: int, placement: tuple[int, ...]) -> Iterator[list[Action]]:
         dice = Random(self.seed)
@@ -41,6 +43,8 @@ class Order:
         left = {
             ("F", j): [Action("F", i, j) for i in forward] for j in range(n)
         } | {("B", j): [Action(k, i, j) for i in backward for k in "RB"] for j in range(n)}
+        if self.puts_off:
+            left |= {("W", j): [Action("W", i, j) for i in backward] for j in range(n)}
         done: set[Action] = set()
         while any(left.values()):
             ready = [key for key, rest in left.items() if rest and _can(rest[0], n, done)]
@@ -51,6 +55,8 @@ class Order:
 
 def _can(action: Action, n: int, done: set[Action]) -> bool:
     kind, i, j = action
+    if kind == "W":
+        return Action("B", i, j) in done
     if kind == "F":
         return j == 0 or Action("F", i, j - 1) in done
     return Action("F", i, j) in done and (

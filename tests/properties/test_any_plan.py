@@ -12,13 +12,16 @@ from pipert.schedules import Action, Plan, plan
 from pipert.schedules.plan import plan_call
 
 
+NAMES = ["call", "gpipe", "1f1b", "eager-1f1b", "interleaved", "zb", "zb-h1", "zb-h2"]
+
+
 @st.composite
 def schedules(draw: st.DrawFn) -> Plan:
     """Of each kind, over workers that serve any partitions."""
     m, n = draw(st.integers(1, 9)), draw(st.integers(1, 6))
     workers = draw(st.integers(1, n))
     placement = draw(st.lists(st.integers(0, workers - 1), min_size=n, max_size=n))
-    name = draw(st.sampled_from(["call", "gpipe", "1f1b", "eager-1f1b", "interleaved"]))
+    name = draw(st.sampled_from(NAMES))
     if name == "interleaved":
         placement = [j % workers for j in range(n)]
     if name == "call":
@@ -31,6 +34,8 @@ def test_each_action_is_there_once(schedule: Plan) -> None:
     counts = {"F": schedule.m}
     if schedule.goes_back:
         counts |= {"R": schedule.recomputed, "B": schedule.m}
+    if "W" in schedule.occurring_kinds:
+        counts["W"] = schedule.m
     expected = {
         Action(kind, i, j)
         for kind, m in counts.items()
@@ -92,6 +97,19 @@ def test_no_more_micro_batches_are_kept_than_is_promised(
     for kind, _, j in plan(name, m, n, placement, data.draw(st.integers(0, m))):
         alive[j] += {"F": 1, "R": 0, "B": -1}[kind]
         assert alive[j] <= min(m, n - j if name == "1f1b" else 2 * (n - j) - 1)
+
+
+@pytest.mark.parametrize(("name", "most"), [("zb-h1", 1), ("zb-h2", 2)])
+@given(st.integers(1, 12), st.integers(1, 6), st.data())
+def test_no_more_is_kept_until_its_weights_gradients_are_computed(
+    name: str, most: int, m: int, n: int, data: st.DataObject
+) -> None:
+    placement = data.draw(st.lists(st.integers(0, n - 1), min_size=n, max_size=n))
+    alive, d = dict.fromkeys(placement, 0), len(set(placement))
+    for kind, _, j in plan(name, m, n, placement, data.draw(st.integers(0, m))):
+        worker = placement[j]
+        alive[worker] += {"F": 1, "R": 0, "B": 0, "W": -1}[kind]
+        assert alive[worker] <= (most * (d - 1) + 1) * placement.count(worker)
 
 
 @given(schedules())

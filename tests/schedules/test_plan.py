@@ -220,7 +220,7 @@ def test_plain_tuples_are_made_actions() -> None:
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"'eager-1f1b', 'interleaved'\].*got 'dualpipe'"):
+    with pytest.raises(ValueError, match=r"'eager-1f1b', 'interleaved', .*got 'dualpipe'"):
         plan("dualpipe", 2, 2)
 
 

@@ -1,0 +1,271 @@
+"""Tests steps that compute gradients of weights apart: what is put off, and that it is exact."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import pipert
+from pipert import Pipe
+from pipert.autograd.leaves import leaves_behind
+from pipert.autograd.weight_gradients import put_off
+from tests.contract.ways import MODES, grads_of, linear, mean, same
+
+ZB = ["zb-h1", "zb-h2"]
+
+
+def put_off_of(module: nn.Module, y: Tensor) -> set[str]:
+    """Returns the names of the parameters whose gradients are put off."""
+    ends: Any = [y.grad_fn]
+    later, leaves = put_off(leaves_behind(ends), ends)
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    found = {names[id(one.weight)] for one in later}
+    assert found.isdisjoint({names[id(leaf)] for leaf in leaves if id(leaf) in names})
+    return found
+
+
+class Conv1D(nn.Module):
+    """As that of transformers: its weight is not transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 4))
+        self.bias = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.bias, x.view(-1, 3), self.weight).view(*x.shape[:-1], 4)
+
+
+class Case(NamedTuple):
+    make: Callable[[], nn.Module]
+    shape: tuple[int, ...]
+    expected: set[str]
+
+
+def conv(kind: Any, d: int, **options: Any) -> Case:
+    return Case(lambda: kind(4, 6, 3, **options), (2, 4, *[5] * d), {"weight"})
+
+
+class Twice(nn.Module):
+    """Uses a weight in two ways, of which one is not known."""
+
+    def __init__(self, known: bool) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+        self.known = known
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inner(self.inner(x))
+        return y if self.known else y * self.inner.weight.sum()
+
+
+class Scaled(nn.Module):
+    """Multiplies by an alpha, which the rule does not know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.weight[0].detach(), x, self.weight, alpha=2)
+
+
+CASES = {
+    "Linear": Case(lambda: nn.Linear(3, 4), (2, 3), {"weight"}),
+    "Linear, 3-D": Case(lambda: nn.Linear(3, 4), (2, 5, 3), {"weight"}),
+    "Linear, no bias": Case(lambda: nn.Linear(3, 4, bias=False), (2, 5, 3), {"weight"}),
+    "Conv1D": Case(Conv1D, (2, 5, 3), {"weight"}),
+    "Conv1d": conv(nn.Conv1d, 1, stride=2),
+    "Conv2d, grouped": conv(nn.Conv2d, 2, groups=2, padding=1),
+    "Conv3d, dilated": conv(nn.Conv3d, 3, dilation=2),
+    "ConvTranspose2d": conv(nn.ConvTranspose2d, 2, stride=2, output_padding=1),
+    "used twice": Case(lambda: Twice(True), (2, 3), {"inner.weight"}),
+    "used in another way, too": Case(lambda: Twice(False), (2, 3), set()),
+    "alpha": Case(Scaled, (2, 3), set()),
+    "frozen": Case(lambda: nn.Linear(3, 4).requires_grad_(False), (2, 3), set()),
+    "parametrized": Case(lambda: parametrizations.weight_norm(nn.Linear(3, 4)), (2, 3), set()),
+    "LayerNorm": Case(lambda: nn.LayerNorm(3), (2, 3), set()),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_gradients_of_products_and_convolutions_are_put_off(name: str, autocast: bool) -> None:
+    make, shape, expected = CASES[name]
+    torch.manual_seed(0)
+    layers = nn.Sequential(make())
+    x = torch.randn(shape, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        y = layers(x)
+    if autocast and name == "alpha":  # the weight's cast is one of another kind
+        expected = set()
+    assert put_off_of(layers, y) == {f"0.{each}" for each in expected}
+
+
+@pytest.mark.parametrize("schedule", ZB)
+@pytest.mark.parametrize("checkpoint", MODES)
+@pytest.mark.parametrize("name", [name for name in CASES if name != "frozen"])
+def test_gradients_are_those_of_1f1b(name: str, checkpoint: str, schedule: str) -> None:
+    make, shape, _ = CASES[name]
+    torch.manual_seed(0)
+    last = make() if name in SAME else nn.ReLU()
+    layers = nn.Sequential(make(), nn.Tanh(), last)
+    x = torch.randn(6, *shape[1:], dtype=torch.float64)
+    layers.double()
+    found = []
+    for each in ("1f1b", schedule):
+        own = copy.deepcopy(layers)
+        devices = ["cpu"] * 2
+        with Pipe(own, [1, 2], devices=devices, chunks=3, checkpoint=checkpoint) as pipe:
+            loss = pipe.forward_backward(x, loss_fn=mean, schedule=each)
+        found.append((loss, grads_of(own)))
+    same(found[1], found[0], rtol=1e-12, atol=1e-12)
+
+
+SAME = ("used twice", "used in another way, too", "alpha")  # whose outputs fit their inputs
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        return func(*args, **kwargs or {})
+
+
+def test_the_backward_computes_no_gradient_of_a_weight_that_is_put_off() -> None:
+    """One product forward, one for the input in B unless it needs no gradient, one in W."""
+    layers = nn.Sequential(*[linear(3, 3) for _ in range(4)])
+    counts = []
+    for schedule in ("1f1b", "zb-h1"):
+        with Pipe(layers, [2, 2], devices=["cpu"] * 2, chunks=2) as pipe, Products() as products:
+            pipe.checkpoint = "never"
+            x = torch.randn(4, 3, dtype=torch.float64)
+            pipe.forward_backward(x, loss_fn=mean, schedule=schedule)
+        counts.append(products.count)
+    assert counts == [2 * (4 + 3 + 4)] * 2
+
+
+@pytest.mark.parametrize("kind", ["Pipe", "pipeline"])
+def test_hooks_of_a_weight_see_its_whole_gradient(kind: str) -> None:
+    layers = nn.Sequential(linear(3, 3), nn.Tanh(), linear(3, 3))
+    seen: list[Tensor] = []
+    weight: Any = layers[2].weight
+    weight.register_hook(lambda grad: seen.append(grad.clone()) or grad * 2)
+    x = torch.randn(6, 3, dtype=torch.float64)
+    with piped(kind, layers) as pipe:
+        pipe.forward_backward(x, loss_fn=mean, schedule="zb-h1")
+    plain = copy.deepcopy(layers)
+    plain.zero_grad()
+    mean(plain(x), None).backward()
+    (whole,) = seen
+    same(whole, plain[2].weight.grad)
+    same(weight.grad, 2 * whole)
+
+
+def piped(kind: str, layers: nn.Sequential, **options: Any) -> Any:
+    options = {"devices": ["cpu"] * 2, "chunks": 3, "checkpoint": "never"} | options
+    return Pipe(layers, [2, 1], **options) if kind == "Pipe" else pipert.pipeline(
+        layers, ["2"], **options
+    )
+
+
+@pytest.mark.parametrize("kind", ["Pipe", "pipeline"])
+def test_saved_tensors_of_the_caller_are_unpacked_once(kind: str) -> None:
+    """So with hooks of the caller nothing is put off."""
+    layers = nn.Sequential(linear(3, 3), nn.Tanh(), linear(3, 3))
+    x, counts = torch.randn(6, 3, dtype=torch.float64), [0, 0]
+
+    def pack(tensor: Tensor) -> Tensor:
+        counts[0] += 1
+        return tensor
+
+    def unpack(tensor: Tensor) -> Tensor:
+        counts[1] += 1
+        return tensor
+
+    with piped(kind, layers) as pipe, torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        pipe.forward_backward(x, loss_fn=mean, schedule="zb-h1")
+    assert counts[1] <= counts[0] > 0
+
+
+class Keeps(nn.Module):
+    """Keeps weak references to its inputs, which the linear layer saves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = linear(3, 3)
+        self.inputs: list[Any] = []
+
+    def forward(self, x: Tensor) -> Any:
+        x = x * 2
+        self.inputs.append(weakref.ref(x.untyped_storage()))
+        return self.inner(x)
+
+
+def test_nothing_is_kept_once_a_step_is_over_or_has_failed() -> None:
+    layers = nn.Sequential(Keeps(), Keeps())
+    with Pipe(layers, [1, 1], devices=["cpu"] * 2, chunks=3, checkpoint="never") as pipe:
+        for fails in (False, True):
+            with _failing() if fails else contextlib.nullcontext():
+                pipe.forward_backward(
+                    torch.randn(6, 3, dtype=torch.float64), loss_fn=mean, schedule="zb-h2"
+                )
+            gc.collect()
+            keeps: Any = layers
+            assert [one() for layer in keeps for one in layer.inputs] == [None] * 6 * (1 + fails)
+
+
+@contextlib.contextmanager
+def _failing() -> Iterator[None]:
+    """Lets the first gradient of a weight fail, by its place in the plan."""
+
+    def fail(*_: Any) -> Tensor:
+        raise ValueError("no memory")
+
+    refused = pytest.raises(ValueError, match="no memory")
+    with pytest.MonkeyPatch.context() as patch, refused as found:
+        patch.setattr("pipert.autograd.weight_gradients._product_transposed", fail)
+        yield
+    assert any("weight gradient W[0," in note for note in found.value.__notes__)
+
+
+def test_a_step_that_fails_in_w_changes_no_gradient() -> None:
+    layers = nn.Sequential(linear(3, 3), linear(3, 3))
+    x = torch.randn(6, 3, dtype=torch.float64)
+    with Pipe(layers, [1, 1], devices=["cpu"] * 2, chunks=3) as pipe:
+        pipe.forward_backward(x, loss_fn=mean, schedule="zb-h1")
+        before = grads_of(layers)
+        with _failing():
+            pipe.forward_backward(x, loss_fn=mean, schedule="zb-h1")
+        same(grads_of(layers), before, rtol=0, atol=0)
+        layers.zero_grad()
+        pipe.forward_backward(x, loss_fn=mean, schedule="zb-h1")
+        same(grads_of(layers), before, rtol=0, atol=0)
+
+
+def test_equal_steps_have_the_same_bits() -> None:
+    torch.manual_seed(0)
+    layers = nn.Sequential(*[Twice(True) for _ in range(4)])
+    x, found = torch.randn(6, 3), list[Any]()
+    with Pipe(layers, [2, 2], devices=["cpu"] * 2, chunks=3) as pipe:
+        for _ in range(5):
+            layers.zero_grad()
+            pipe.forward_backward(x, loss_fn=lambda y, _: y.square().mean(), schedule="zb-h1")
+            found.append(grads_of(layers))
+    for other in found[1:]:
+        same(other, found[0], rtol=0, atol=0)
