@@ -21,6 +21,7 @@ Nothing else in pipert imports this module.
 ``pipert_run_duration_seconds``        histogram  ``pipe``, ``outcome``
 ``pipert_task_duration_seconds``       histogram  ``pipe``, ``partition``, ``phase``: ``forward``,
                                                   ``recomputation`` or, in a step, ``backward``
+                                                  or ``weight gradient``
 ``pipert_failures_total``              counter    ``pipe``, ``exception``: the name of its type
 =====================================  =========  ===============================================
 

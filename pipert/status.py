@@ -23,7 +23,7 @@ class TaskStatus:
     """The number of its call, counted from 0."""
     phase: str
     """``'forward'`` or ``'waiting for input'``; in a step of ``forward_backward`` also
-    ``'recomputation'`` or ``'backward'``."""
+    ``'recomputation'``, ``'backward'`` or ``'weight gradient'``."""
     partition: int
     micro_batch: int
     seconds: float

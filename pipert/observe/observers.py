@@ -31,12 +31,12 @@ class RunInfo:
 
 @dataclass(frozen=True, slots=True)
 class TaskInfo:
-    """Identifies a task: ``F[i,j]`` or ``R[i,j]``, and in ``forward_backward`` also ``B[i,j]``."""
+    """Identifies a task: ``F[i,j]`` or ``R[i,j]``, in a step also ``B[i,j]`` and ``W[i,j]``."""
 
     run: int
     """The number of the call."""
     phase: str
-    """``'forward'``, ``'recomputation'`` or ``'backward'``."""
+    """``'forward'``, ``'recomputation'``, ``'backward'`` or ``'weight gradient'``."""
     partition: int
     micro_batch: int
     device: torch.device

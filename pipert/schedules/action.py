@@ -45,7 +45,8 @@ class Action(NamedTuple):
 
     @property
     def phase(self) -> str:
-        """The name that users read: ``'forward'``, ``'recomputation'`` or ``'backward'``."""
+        """The name that users read: ``'forward'``, ``'recomputation'``, ``'backward'`` or
+        ``'weight gradient'``."""
         return RULES[self.kind].phase
 
     def __str__(self) -> str:

@@ -4,7 +4,8 @@ The prediction simulates a step with the measured times of its tasks. Forward ta
 clock's order, each when its input has arrived and its worker is free. The backward runs in reverse:
 each device runs its part when it is free, or, on CPU, one autograd thread runs the parts of all
 partitions one after the other. A schedule that interleaves forward and backward takes as long as
-one that does not, if partitions are alike. Copies are free. The loss, the optimizer and the data
+one that does not, if partitions are alike. Gradients of weights that a schedule puts off fill the
+time in which a device would wait. Copies are free. The loss, the optimizer and the data
 are left out. Nothing is predicted for more CPU workers than there are cores.
 """
 
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from itertools import islice
 
 import torch
@@ -36,15 +37,17 @@ class Costs:
     recompute: float
     """Spread over all micro-batches, including those that are not recomputed."""
     backward: float
+    weight: float = 0.0
+    """The gradients of weights that a schedule puts off."""
 
     @property
     def whole(self) -> float:
-        """The sum of forward, recomputation and backward."""
-        return self.forward + self.recompute + self.backward
+        """The sum of forward, recomputation, backward and what that puts off."""
+        return self.forward + self.recompute + self.backward + self.weight
 
     def times(self, factor: float) -> Costs:
         """Returns the costs multiplied by ``factor``."""
-        return Costs(self.forward * factor, self.recompute * factor, self.backward * factor)
+        return Costs(*(factor * seconds for seconds in astuple(self)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +88,38 @@ class Observations:
         forward = [cost.forward for cost in costs]
         backward = [cost.recompute + cost.backward for cost in costs]
         workers = [0] * len(costs) if self.one_thread else self.workers
-        return _last_end(m, forward, self.workers) + _last_end(m, backward[::-1], workers[::-1])
+        there_and_back = _last_end(m, forward, self.workers)
+        there_and_back += _last_end(m, backward[::-1], workers[::-1])
+        return max(there_and_back, *self._ends_of_work(m, costs))
+
+    def _ends_of_work(self, m: int, costs: Sequence[Costs]) -> Iterator[float]:
+        """Returns when each worker would be done, if it waited for nothing but its first input."""
+        for worker in set(self.workers):
+            own = [j for j, other in enumerate(self.workers) if other == worker]
+            arrival = sum(cost.forward for cost in costs[: own[0]])
+            yield arrival + m * sum(costs[j].whole for j in own)
 
 
 def _last_end(m: int, seconds: Sequence[float], workers: Sequence[int]) -> float:
     """Returns the time at which the last of ``m`` micro-batches has left the last partition."""
     clock = plan_call(m, len(seconds), workers)
     return max(end for _, end in simulate(clock, lambda action: seconds[action.j]).values())
+
+
+def ideal_bubble(m: int, n: int, costs: Sequence[Costs]) -> float:
+    """Returns the bubble that ``n`` devices with equal partitions and free copies would have.
+
+    The last device waits for its first input, and the first one for the last gradient, unless what
+    was put off fills that time.
+    """
+    if not any(cost.weight for cost in costs):
+        return (n - 1) / (m + n - 1)
+    forward = sum(cost.forward for cost in costs) / len(costs)
+    weight = sum(cost.weight for cost in costs) / len(costs)
+    backward = sum(cost.whole for cost in costs) / len(costs) - forward - weight
+    each = m * len(costs) / n  # the micro-batches of each device, counted once per partition
+    idle = (n - 1) * forward + max(0.0, (n - 1) * backward - (each - 1) * weight)
+    return idle / (idle + each * (forward + backward + weight))
 
 
 def advise(seen: Observations) -> tuple[Advice, ...]:
@@ -143,7 +171,7 @@ def _layer_costs(costs: Sequence[Costs], layers: Sequence[Sequence[float]]) -> l
 
 def _partition_costs(costs: Sequence[Costs], balance: Sequence[int]) -> list[Costs]:
     """Adds up the layers' costs in each partition of ``balance``."""
-    layers = iter([(c.forward, c.recompute, c.backward) for c in costs])
+    layers = iter(map(astuple, costs))
     each = [zip(*islice(layers, count), strict=True) for count in balance]
     return [Costs(*map(sum, kinds)) for kinds in each]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pipert.observe.event import BACKWARD, COPY, FORWARD, RECOMPUTE, WAIT, Event
+from pipert.observe.event import BACKWARD, COPY, FORWARD, RECOMPUTE, WAIT, WEIGHT, Event
 
 __all__: list[str] = []
 
@@ -20,6 +20,7 @@ _COLOURS = {
     FORWARD: "thread_state_running",
     RECOMPUTE: "thread_state_iowait",
     BACKWARD: "thread_state_runnable",
+    WEIGHT: "thread_state_uninterruptible",
     COPY: "terrible",
     WAIT: "grey",
 }

@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
-from pipert.observe.event import BACKWARD, COPY, FORWARD, RECOMPUTE, WAIT, Event
+from pipert.observe.event import BACKWARD, COPY, FORWARD, RECOMPUTE, WAIT, WEIGHT, Event
 
 __all__: list[str] = []
 
@@ -20,6 +20,7 @@ _COLOURS = {
     COPY: ("#e45756", None),
     FORWARD: ("#4c78a8", "white"),
     BACKWARD: ("#59a14f", "white"),
+    WEIGHT: ("#b6d7a8", "black"),
     RECOMPUTE: ("#9ecae9", "black"),
 }
 

@@ -14,8 +14,8 @@ from textwrap import wrap
 
 import torch
 
-from pipert.observe.event import BACKWARD, COMPUTE, COPY, FORWARD, RECOMPUTE, WAIT, Event
-from pipert.timeline.advice import Advice, Costs, Observations, advise
+from pipert.observe.event import BACKWARD, COMPUTE, COPY, FORWARD, RECOMPUTE, WAIT, WEIGHT, Event
+from pipert.timeline.advice import Advice, Costs, Observations, advise, ideal_bubble
 from pipert.timeline.intervals import Interval, length, overlap, times_of, union
 
 __all__ = ["DeviceTimes", "Report"]
@@ -33,6 +33,7 @@ class DeviceTimes:
     forward: float
     recomputing: float
     backward: float
+    """With the gradients of weights that a schedule puts off."""
     waiting: float
     """Not computing while the pipe was at work: waiting for input or the caller, or idle."""
     for_input: float
@@ -69,7 +70,8 @@ class Report:
     """The bubble while calls run backward; ``None`` likewise, or if there was no backward."""
     ideal_bubble: float
     """The :attr:`bubble` of equal partitions with free copies: ``(n-1)/(m+n-1)`` (section 2.1 of
-    the paper); more for CPU partitions, whose backward runs in one thread."""
+    the paper); more for CPU partitions, whose backward runs in one thread; less where gradients of
+    weights are put off."""
     costs: tuple[Costs, ...]
     """The cost of a micro-batch in each partition."""
     advice: tuple[Advice, ...]
@@ -106,7 +108,7 @@ def make_report(
     # Forward and backward of a step interleave, so both phases are the whole step.
     stepped = steps.issuperset(sizes)
     forward = _phases(events, COMPUTE if stepped else (FORWARD,))
-    backward = _phases(events, COMPUTE if stepped else (RECOMPUTE, BACKWARD))
+    backward = _phases(events, COMPUTE if stepped else (RECOMPUTE, BACKWARD, WEIGHT))
     work = union([*forward, *backward])
     m, n = int(median_low(sizes.values())), len(lanes)
     seconds = max(event.end for event in events) - min(event.start for event in events)
@@ -117,7 +119,7 @@ def make_report(
     share = outside / seconds if seconds else 0.0
     forward_share = length(union(forward)) / (length(work) or 1.0)
     one_thread = not stepped and all(device.type == "cpu" for device in devices)
-    ideal = (n - 1) / (m + n - 1)
+    ideal = ideal_bubble(m, n, costs)
     ideal_backward = (n - 1) / n if one_thread else ideal
     seen = Observations(m, chunks, costs, lanes, workers, devices, layers, share, one_thread)
     return Report(
@@ -226,9 +228,9 @@ def _costs(events: Sequence[Event], n: int) -> tuple[Costs, ...]:
     costs = []
     for j in range(n):
         by_kind = [list(seconds.get((kind, j), {}).values()) for kind in COMPUTE]
-        forward, recompute, backward = (median(times or [0.0]) for times in by_kind)
+        forward, recompute, backward, weight = (median(times or [0.0]) for times in by_kind)
         share = len(by_kind[1]) / max(1, len(by_kind[0]))
-        costs.append(Costs(forward, share * recompute, backward))
+        costs.append(Costs(forward, share * recompute, backward, weight))
     return tuple(costs)
 
 

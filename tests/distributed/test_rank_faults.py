@@ -424,7 +424,7 @@ def wrong(rank: int) -> None:
         ({"balance": [3.0, 3.0]}, TypeError, distributed.RankError, "an int, got 3.0"),
         ({"chunks": 0}, ValueError, distributed.RankError, "chunks"),
         ({"chunks": "4"}, TypeError, distributed.RankError, "an int, got '4'"),
-        ({"schedule": "none"}, ValueError, distributed.RankError, "schedule must be"),
+        ({"schedule": "zb-h1"}, ValueError, distributed.RankError, "schedule must be"),
         ({"module": nn.Linear(4, 4)}, TypeError, distributed.RankError, "Sequential"),
         ({"device": "no device"}, RuntimeError, distributed.RankError, "no device"),
         ({"wrap": fails}, Oops, distributed.RankError, "no wrap"),

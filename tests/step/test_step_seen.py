@@ -180,13 +180,14 @@ def tasks(timeline: Timeline, kind: str) -> Counter[tuple[int, int]]:
 
 
 @modes
-@schedules
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb"])
 def test_each_task_is_recorded_once(checkpoint: str, recomputed: int, schedule: str) -> None:
     with three(checkpoint) as pipe:
         timeline = record_step(pipe, schedule=schedule)
     assert tasks(timeline, "forward") == tasks(timeline, "backward") == Counter(EACH)
     again = Counter((i, j) for i, j in EACH if i < recomputed)
     assert tasks(timeline, "recompute") == again
+    assert tasks(timeline, "weight gradient") == Counter(EACH if schedule == "zb" else ())
 
 
 def test_waits_for_inputs_and_for_gradients_are_recorded() -> None:
@@ -209,9 +210,9 @@ def trace(path: Path) -> list[dict[str, Any]]:
     """Returns the events that torch.profiler records of a step."""
     config = _ExperimentalConfig(profile_all_threads=True)
     with pipe_of(nn.Linear(3, 3), nn.Linear(3, 3), chunks=2, checkpoint="always") as pipe:
-        step(pipe)
+        step(pipe, schedule="zb")
         with profile(activities=[ProfilerActivity.CPU], experimental_config=config) as profiler:
-            step(pipe)
+            step(pipe, schedule="zb")
             profiler.step()
     profiler.export_chrome_trace(str(path))
     events: list[dict[str, Any]] = json.loads(path.read_text())["traceEvents"]
@@ -222,7 +223,7 @@ def trace(path: Path) -> list[dict[str, Any]]:
 @pytest.mark.slow
 def test_each_task_is_a_range_on_its_worker_with_its_operations_inside(tmp_path: Path) -> None:
     events = trace(tmp_path / "trace.json")
-    operations = {"F": "aten::linear", "R": "aten::linear", "B": "AddmmBackward0"}
+    operations = {"F": "aten::linear", "R": "aten::linear", "B": "AddmmBackward0", "W": "aten::mm"}
     threads: dict[int, set[int]] = {0: set(), 1: set()}
     for letter, operation in operations.items():
         for i, j in [(0, 0), (0, 1), (1, 0), (1, 1)]:

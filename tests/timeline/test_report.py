@@ -90,6 +90,42 @@ def test_a_recomputation_inside_of_a_backward_counts_once() -> None:
     assert (device.busy, device.recomputing, device.backward) == (4.0, 1.0, 2.0)
 
 
+def test_gradients_of_weights_that_are_put_off_fill_the_bubble() -> None:
+    starts = {
+        "forward": [(0, 1), (1, 3)], "backward": [(3, 5), (2, 4)],
+        "weight gradient": [(4, 6), (5, 6)],
+    }  # fmt: skip
+    events = [
+        Event(kind, i, j, CUDA[j], start, start + 1.0)
+        for kind, by_partition in starts.items()
+        for j, each in enumerate(by_partition)
+        for i, start in enumerate(each)
+    ]
+    report = Timeline(events, CUDA[:2], steps=[0]).report()
+    assert report.bubble == pytest.approx(1 / 7) and report.ideal_bubble == pytest.approx(1 / 7)
+    first, second = report.devices
+    assert (first.busy, first.forward, first.backward, first.waiting) == (6, 2, 4, 1)
+    assert (second.busy, second.forward, second.backward, second.waiting) == (6, 2, 4, 1)
+    assert [(cost.weight, cost.whole) for cost in report.costs] == [(1, 3), (1, 3)]
+    (chunks,) = report.advice
+    assert chunks.gain == pytest.approx(1 - 6.5 / 7)
+
+
+@pytest.mark.parametrize(
+    ("m", "devices", "bubble"), [(1, CUDA[:2], 2 / 5), (2, [*CUDA[:2], *CUDA[1::-1]], 1 / 13)]
+)
+def test_the_ideal_bubble_depends_on_how_long_a_device_waits_and_what_fills_that(
+    m: int, devices: list[torch.device], bubble: float
+) -> None:
+    events = [
+        Event(kind, i, j, device, at, at + 1.0)
+        for at, kind in enumerate(["forward", "backward", "weight gradient"])
+        for i in range(m)
+        for j, device in enumerate(devices)
+    ]
+    assert Timeline(events, devices, steps=[0]).report().ideal_bubble == pytest.approx(bubble)
+
+
 def test_recomputations_are_shared_out_among_all_micro_batches() -> None:
     events = [*grid([1.0], 4), *grid([2.0], 3, "recompute", at=5.0)]
     (cost,) = Timeline(events, CUDA[:1]).report().costs

@@ -31,6 +31,7 @@ EVENTS = [
     Event("backward", 0, 1, CUDA[1], 2.0, 3.0),
     Event("copy", 0, 0, CUDA[0], 3.0, 3.5, source=CUDA[1], origin=1, bytes=8),
     Event("recompute", 0, 0, CUDA[0], 3.0, 3.25),
+    Event("weight gradient", 0, 1, CUDA[1], 3.0, 3.75),
     Event("backward", 0, 0, CUDA[0], 3.5, 4.5),
 ]
 
@@ -59,7 +60,7 @@ def test_each_device_has_a_lane_for_what_it_computes_and_one_for_its_copies(tmp_
     lanes = {(r["name"], names[r["tid"]]) for r in records if r["ph"] == "X"}
     assert lanes == {
         ("F[0,0]", "cuda:0"), ("F[0,1]", "cuda:1"), ("R[0,0]", "cuda:0"), ("B[0,1]", "cuda:1"),
-        ("B[0,0]", "cuda:0"), ("copy 0: 0 to 1", "cuda:1 copies"),
+        ("B[0,0]", "cuda:0"), ("W[0,1]", "cuda:1"), ("copy 0: 0 to 1", "cuda:1 copies"),
         ("copy 0: 1 to 0", "cuda:0 copies"),
     }  # fmt: skip
 
@@ -104,7 +105,8 @@ def test_a_picture_shows_lanes_micro_batches_kinds_and_the_title(tmp_path: Path)
     path = tmp_path / "timeline.svg"
     Timeline(EVENTS, CUDA).plot(path, "One step")
     text = path.read_text()
-    for word in (">One step<", ">cuda:0<", ">cuda:1<", ">forward<", ">recompute<", ">copy<", ">0<"):
+    kinds = [f">{kind}<" for kind in ("forward", "recompute", "weight gradient", "copy")]
+    for word in (">One step<", ">cuda:0<", ">cuda:1<", *kinds, ">0<"):
         assert word in text
     assert ">wait<" not in text
 
