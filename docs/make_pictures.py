@@ -2,7 +2,8 @@
 
 All but one are recordings: a pipe on CPU runs stages that sleep, and ``timeline.plot`` draws the
 events, to one scale where timelines are compared. Sleeping stages overlap
-on any machine, so the pictures show only the schedule. On CPU the backward of all
+on any machine, so the pictures show only the schedule. Where gradients of weights are put off, each
+matrix product sleeps. On CPU the backward of all
 partitions runs in one thread, except in ``forward_backward``. The picture for GPUs, with
 copies, is computed from the rules of the schedule, and its caption says so.
 """
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipert import Event, Pipe, Timeline, pipeline
 from pipert.timeline.picture import save_picture
@@ -81,6 +83,33 @@ def recorded(
                     y = pipe(x)
                     if backward:
                         y.sum().backward()
+            timelines.append(timeline)
+    return fastest(timelines)
+
+
+class _Products(TorchDispatchMode):
+    """Lets a matrix product take ``seconds`` for a mini-batch, or its share of that."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self._seconds = seconds
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.mm.default:
+            time.sleep(self._seconds * max(args[0].shape) / ROWS)
+        return func(*args, **kwargs or {})
+
+
+def apart(schedule: str, devices: Sequence[str], *, steps: int) -> Timeline:
+    """Records the fastest of ``steps`` of layers of one product forward, one in B and one in W."""
+    layers = nn.Sequential(*[nn.Linear(1, 1, bias=False) for _ in devices])
+    x, each = torch.ones(ROWS, 1, requires_grad=True), [1] * len(devices)
+    products = _Products(0.32 * len(set(devices)) / len(devices))
+    timelines = []
+    with Pipe(layers, each, devices=devices, chunks=6, checkpoint="never") as pipe, products:
+        for _ in range(steps):
+            with pipe.record() as timeline:
+                pipe.forward_backward(x, loss_fn=_total, schedule=schedule)
             timelines.append(timeline)
     return fastest(timelines)
 
@@ -178,6 +207,12 @@ def pictures(steps: int) -> dict[str, dict[str, Timeline]]:
             "loss.backward()": recorded(even, 6, steps=steps),
             "schedule='gpipe'": recorded(even, 6, steps=steps, schedule="gpipe"),
             "schedule='1f1b'": recorded(even, 6, steps=steps, schedule="1f1b"),
+        },
+        "zero_bubble": {
+            f"schedule={name!r}": apart(name, [f"cpu:{k}" for k in workers], steps=steps)
+            for name, workers in {
+                "1f1b": (0, 1, 2), "zb-h1": (0, 1, 2), "zb-v": (0, 1, 2, 2, 1, 0)
+            }.items()
         },
         "fine_tuning": {
             "One batch, as with a device_map": fine_tuned(even, [ROWS], steps=steps),

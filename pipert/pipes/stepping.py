@@ -90,8 +90,9 @@ class Steps(Placed):
                 micro-batch, calls the model, and returns the loss, or a pair of it and an output.
             schedule: ``'1f1b'`` (default); ``'eager-1f1b'``, which keeps the activations of
                 ``2 * (n - j) - 1`` micro-batches and waits for no copies; ``'interleaved'``, for
-                devices with several partitions; ``'gpipe'``, which fills and drains; or a function,
-                see :func:`pipert.schedules.plan`.
+                devices with several partitions; ``'zb'``, ``'zb-h1'``, ``'zb-h2'`` and ``'zb-v'``,
+                which fill the bubble with gradients of weights; ``'gpipe'``, which fills and
+                drains; or a function, see :func:`pipert.schedules.plan`.
             reduction: ``'mean'`` (default) if ``loss_fn`` takes the mean over the rows: then the
                 loss is that of the mini-batch, however it was split. ``'sum'`` adds the losses up.
             denominator: a number or a tensor of one element; then ``loss_fn`` returns sums, and the

@@ -185,10 +185,11 @@ def plan(
     """Return the plan of a step, checked against the rules.
 
     Args:
-        schedule: ``'gpipe'``, ``'1f1b'``, ``'eager-1f1b'``, ``'interleaved'``, or a function from
-            ``m``, ``n`` and the placement to ticks: lists of :class:`Action`, with ``F``, ``R`` and
-            ``B`` of each micro-batch and partition. It is called for each plan; ticks that were
-            planned before are not checked again. Names are case-insensitive.
+        schedule: ``'gpipe'``, ``'1f1b'``, ``'eager-1f1b'``, ``'interleaved'``, ``'zb'``,
+            ``'zb-h1'``, ``'zb-h2'``, ``'zb-v'``, or a function from ``m``, ``n`` and the placement
+            to ticks: lists of :class:`Action`, with ``F``, ``R`` and ``B`` of each micro-batch and
+            partition, and every ``W`` or none. It is called for each plan; ticks that were planned
+            before are not checked again. Names are case-insensitive.
         m: the number of micro-batches.
         n: the number of partitions.
         placement: the worker of each partition; by default each has its own.
