@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
 from pipert._torch import AccumulateGrad, sequence_nr
+from pipert.autograd.checkpoint import before_backward
 from pipert.autograd.leaves import Behind
 
 __all__: list[str] = []
@@ -72,8 +73,11 @@ def put_off(behind: Behind, ends: Iterable[Node]) -> tuple[list[Later], list[Ten
     for node in sorted(uses, key=sequence_nr):  # the same order in each run
         rule = _RULES[type(node).__name__]
         way = _way_to_weight(node.next_functions[rule.place][0])
-        compute = None if way is None else rule.make(node, way)
-        if way is not None and compute is not None:
+        if way is None:
+            continue
+        with before_backward():
+            compute = rule.make(node, way)
+        if compute is not None:
             later.append(Later(way.weight, GradientEdge(node, 0), compute))
             owner.update(dict.fromkeys(way.nodes, id(way.weight)))
     found = Counter([id(one.weight) for one in later])
@@ -111,12 +115,16 @@ def _is_ordinary(weight: Tensor) -> bool:
     )
 
 
+def _saved(node: Any, name: str) -> Any:
+    """Return what a node has saved by its documented attribute, ``None`` if it has no such."""
+    return getattr(node, f"_saved_{name}", None)
+
+
 def _of_product(name: str, node: Any, way: _Way) -> ToWeight | None:
-    if getattr(node, "_saved_alpha", 1) != 1:
+    x = _saved(node, name)
+    if not _is_beside(x, way.weight) or _saved(node, "alpha") not in (None, 1):
         return None
-    x = getattr(node, name).detach()
-    if x.layout != torch.strided or x.device != way.weight.device:
-        return None
+    x = x.detach()
     # In the layout of the weight, as the engine does.
     return partial(_product_transposed if way.is_transposed else _product, x, way.weight.dtype)
 
@@ -130,18 +138,27 @@ def _product_transposed(x: Tensor, dtype: torch.dtype, dy: Tensor) -> Tensor:
 
 
 def _of_convolution(node: Any, way: _Way) -> ToWeight | None:
-    x, w = node._saved_input.detach(), node._saved_weight.detach()
-    if way.is_transposed or x.device != way.weight.device:
+    x, w = _saved(node, "input"), _saved(node, "weight")
+    if way.is_transposed or not (_is_beside(x, way.weight) and _is_beside(w, way.weight)):
         return None
-    settings = (
-        node._saved_stride, node._saved_padding, node._saved_dilation, node._saved_transposed,
-        node._saved_output_padding, node._saved_groups,
-    )  # fmt: skip
-    return partial(_convolved, x, w, settings, way.weight.dtype)
+    settings = [_saved(node, name) for name in _SETTINGS]
+    return partial(_convolved, x.detach(), w.detach(), settings, way.weight.dtype)
+
+
+_SETTINGS = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
+
+
+def _is_beside(saved: Any, weight: Tensor) -> bool:
+    """Whether a node has ``saved`` a dense tensor on the device of ``weight``."""
+    return (
+        isinstance(saved, Tensor)
+        and saved.layout == torch.strided
+        and saved.device == weight.device
+    )
 
 
 def _convolved(
-    x: Tensor, w: Tensor, settings: tuple[Any, ...], dtype: torch.dtype, dy: Tensor
+    x: Tensor, w: Tensor, settings: list[Any], dtype: torch.dtype, dy: Tensor
 ) -> Tensor:
     wanted = [False, True, False]
     found: Tensor
@@ -150,8 +167,8 @@ def _convolved(
 
 
 _RULES = {
-    "AddmmBackward0": _Rule(2, partial(_of_product, "_saved_mat1")),
-    "MmBackward0": _Rule(1, partial(_of_product, "_saved_self")),
+    "AddmmBackward0": _Rule(2, partial(_of_product, "mat1")),
+    "MmBackward0": _Rule(1, partial(_of_product, "self")),
     "ConvolutionBackward0": _Rule(1, _of_convolution),
 }
 """By the name of a node. A node of another name computes all its gradients in ``B``."""

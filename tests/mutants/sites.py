@@ -54,6 +54,10 @@ REASONS = {
         "notifier.recorded(action, stage.place.device)",
     ): "records; see the mutants of stage/recorded.py",
     (
+        "pipert/stage/actions.py",
+        "notifier.recorded(action, stage.place.device)",
+    ): "records; see the mutants of stage/recorded.py",
+    (
         "pipert/distributed/rank_partition.py",
         "notifier.watched(action, self.place.device)",
     ): "records; see the mutants of stage/recorded.py",
