@@ -9,8 +9,8 @@ A weight is put off if that is known to be the same:
 
 1. All of its uses behind the outputs are nodes in ``_RULES``. What is not known stays in ``B``.
 2. It is a leaf, behind nothing but transposes and the cast of autocast.
-3. It is an ordinary dense tensor on the device of its use, which autograd gives a gradient of its
-   own dtype.
+3. It is an ordinary dense tensor on the device of its use, has not been frozen since, and gets a
+   gradient of its own dtype.
 """
 
 from __future__ import annotations
@@ -109,6 +109,7 @@ def _way_to_weight(node: Any) -> _Way | None:
 def _is_ordinary(weight: Tensor) -> bool:
     return (
         type(weight) in (Tensor, nn.Parameter)
+        and weight.requires_grad
         and weight.layout == torch.strided
         and weight.grad_dtype in (None, weight.dtype)
         and not weight.is_complex()

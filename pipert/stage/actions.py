@@ -99,9 +99,9 @@ def weight_gradients(stage: Stage, i: int, _: Value) -> None:
     action, is_recorded = Action(WEIGHT, i, stage.place.j), notifier.recorder is not None
     with notifier.recorded(action, stage.place.device) if is_recorded else NOTHING, torch.no_grad():
         while left:
-            weight, compute, dy = left.pop()
-            cut.gradients.add((weight,), (compute(dy),))
-            del compute, dy  # before the next one needs memory
+            weight, compute = left.pop()
+            cut.gradients.add((weight,), (compute(),))
+            del compute  # before the next one needs memory
 
 
 def _watched(

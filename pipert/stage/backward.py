@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -21,7 +22,7 @@ from pipert.layers.nested_checkpoint import refuse_reentrant_checkpoint
 from pipert.schedules.action import BACKWARD, Action
 from pipert.stage.inner_backward import taking_gradients
 from pipert.stage.stage import Stage
-from pipert.stage.step_boundary import Kept, Late, StepBoundary
+from pipert.stage.step_boundary import Kept, StepBoundary
 from pipert.workers.context import NOTHING
 
 __all__: list[str] = []
@@ -96,7 +97,7 @@ def differentiate_graph(
     found = gradients_of(stage, wanted, ys, given, behind)
     for one, dy in zip(later, found[len(wanted) - len(later) :], strict=True):
         if dy is not None and cut.later is not None:
-            cut.later.setdefault(i, []).append(Late(one.weight, one.compute, dy))
+            cut.later.setdefault(i, []).append((one.weight, partial(one.compute, dy)))
     dxs = tuple([None if dx is None else alone(dx) for dx in found[: len(graph.xs)]])
     return dxs, leaves, found[len(graph.xs) : len(graph.xs) + len(leaves)]
 

@@ -24,7 +24,6 @@ from pipert.autograd.recompute import Edges, Graph, Recomputation, Replay, edges
 from pipert.batch.hidden import CLOSED_TO_GRAPHS, REMEDY, hides
 from pipert.batch.tensors import Carried, differentiable
 from pipert.batch.trees import ORDINARY, flatten
-from pipert.autograd.weight_gradients import ToWeight
 from pipert.layers.place import Place
 from pipert.schedules.action import WEIGHT
 from pipert.stage.copies import Copies
@@ -49,14 +48,6 @@ class Kept(NamedTuple):
     """The number of differentiable tensors in each leaving skip."""
     loss: Tensor | None
     """The only output of the last stage; ``None`` in the others."""
-
-
-class Late(NamedTuple):
-    """The gradient of a weight that ``B[i,j]`` has left to ``W[i,j]``."""
-
-    weight: Tensor
-    compute: ToWeight
-    dy: Tensor
 
 
 class Entered(NamedTuple):
@@ -88,10 +79,14 @@ class StepBoundary:
         self.step = step
         self.gradients = Gradients()
         self.kept: dict[int, Kept] = {}
-        # Saved-tensor hooks of the caller would unpack twice what they have packed.
-        puts_off = WEIGHT in run.plan.occurring_kinds and run.context.saved_tensor_hooks is None
-        self.later: dict[int, list[Late]] | None = {} if puts_off else None
-        """What ``W[i,j]`` computes, by micro-batch; ``None`` if nothing is put off."""
+        # Saved-tensor hooks of the caller would unpack twice what they have packed, and anomaly
+        # detection looks at what the engine computes.
+        is_watched = run.context.saved_tensor_hooks is not None or torch.is_anomaly_enabled()
+        puts_off = WEIGHT in run.plan.occurring_kinds and not is_watched
+        self.later: dict[int, list[tuple[Tensor, Callable[[], Tensor]]]] | None
+        self.later = {} if puts_off else None
+        """Weights whose gradients ``W[i,j]`` computes, by micro-batch, and the functions that do;
+        ``None`` if nothing is put off."""
         self._is_last = place.is_last
         self._place = place
         self._devices = run.devices

@@ -283,6 +283,39 @@ def test_equal_steps_have_the_same_bits() -> None:
         same(other, found[0], rtol=0, atol=0)
 
 
+class Freezes(nn.Module):
+    """Freezes another layer, as a training loop may, between its forward and its backward."""
+
+    def __init__(self, other: nn.Module) -> None:
+        super().__init__()
+        self.other = [other]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.other[0].requires_grad_(False)
+        return x * 1
+
+
+def test_a_weight_that_was_frozen_since_its_forward_gets_no_gradient() -> None:
+    frozen = linear(3, 3)
+    layers = nn.Sequential(linear(3, 3), frozen, Freezes(frozen))
+    x = torch.randn(3, 3, dtype=torch.float64)
+    with Pipe(layers, [2, 1], devices=["cpu"] * 2, chunks=1, checkpoint="never") as pipe:
+        pipe.forward_backward(x, loss_fn=mean, schedule="zb-h1")
+    assert frozen.weight.grad is None and layers[0].weight.grad is not None
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_anomaly_detection_sees_gradients_of_weights() -> None:
+    """No other gradient is NaN."""
+    layers = nn.Sequential(linear(3, 3), linear(3, 3))
+    x = torch.full((4, 3), float("nan"), dtype=torch.float64)
+    with Pipe(layers, [1, 1], devices=["cpu"] * 2, chunks=2) as pipe:
+        with torch.autograd.detect_anomaly(), pytest.raises(RuntimeError, match="nan values"):
+            pipe.forward_backward(
+                x, loss_fn=lambda y, _: y.nan_to_num().sum(), schedule="zb-h1"
+            )
+
+
 @pytest.mark.cuda
 @pytest.mark.multi_gpu
 @pytest.mark.parametrize("checkpoint", MODES)
