@@ -12,9 +12,9 @@ eight devices with 32 micro-batches a forward task takes 34 us, a backward task 
 5.5 us. *MiB* is the peak of a step's allocations on the first device.
 
 With *interleaved* a device has two partitions, half as large. *Ideal* is a pipeline with one
-partition per device, whose links cost nothing. In the second table four devices have one, two or
-four partitions each: the ideal is ``m * n / (m + (n - 1) / v)``, which needs ``v`` times as many
-copies.
+partition per device, whose links cost nothing. In the second table gradients of weights are put
+off, which that pipeline does not do. In the third, four devices have one, two or four partitions
+each: the ideal is ``m * n / (m + (n - 1) / v)``, which needs ``v`` times as many copies.
 
 pipert itself runs; only the devices' clocks are simulated, so nothing here was measured on a GPU.
 The figures are the same in each run.
@@ -48,6 +48,8 @@ CASES = ((2, 8), (4, 8), (4, 16), (8, 16), (8, 32), (8, 64))  # n, m
 WAYS = ("autograd", "gpipe", "1f1b", "eager-1f1b", "interleaved")
 IN_TURNS = (("1f1b", 1), ("eager-1f1b", 1), ("interleaved", 2), ("interleaved", 4))  # v
 DEVICES, MICRO_BATCHES = 4, (8, 16, 32)  # for the ways in IN_TURNS
+APART = ("zb-h1", "zb-h2", "zb-v")
+APART_BARS = {(4, 8): (3.0, 3.35, 3.1), (8, 8): (5.6, 5.6, 5.7), (8, 32): (6.2, 7.0, 6.6)}
 LAYERS, WIDTH, ROWS = 16, 256, 2048
 BAR = 0.97  # the lowest permitted ratio to the speed of loss.backward()
 
@@ -92,7 +94,8 @@ def measure(model: nn.Module, way: str = "autograd") -> Figure:
 
 def measure_pipe(way: str, n: int, m: int, v: int = 1) -> Figure:
     """Measures a step on ``n`` devices with ``v`` partitions each."""
-    devices = [f"cuda:{j % n}" for j in range(n * v)]
+    numbers = [*range(n), *reversed(range(n))] if way == "zb-v" else [*range(n)] * v
+    devices = [f"cuda:{k}" for k in numbers]
     balance = [2 * LAYERS // len(devices)] * len(devices)
     with Pipe(layers(), balance, devices=devices, chunks=m, checkpoint="never") as pipe:
         return measure(pipe, way)
@@ -106,6 +109,19 @@ def row(n: int, m: int, plain: Figure) -> Row:
     reached = found["autograd"].microseconds / found["eager-1f1b"].microseconds
     missed = (f"n={n} m={m}: eager-1f1b has {reached:.3f} of autograd",) * (reached < BAR)
     return Row((f"n={n} m={m}", f"{m * n / (m + n - 1):.2f}", *ups, *kept), missed)
+
+
+def row_apart(n: int, m: int, plain: Figure) -> Row:
+    """Measures the ways that put off gradients of weights."""
+    found = [measure_pipe(way, n, m) for way in APART]
+    ups = [plain.microseconds / figure.microseconds for figure in found]
+    missed = tuple([
+        f"n={n} m={m}: {way} is {up:.2f} times as fast as plain, the bar is {bar}"
+        for way, up, bar in zip(APART, ups, APART_BARS[n, m], strict=True)
+        if up < bar
+    ])  # fmt: skip
+    cells = [f"{up:.2f}" for up in ups] + [f"{figure.bytes / 2**20:.1f}" for figure in found]
+    return Row((f"n={n} m={m}", f"{m * n / (m + n - 1):.2f}", *cells), missed)
 
 
 def rows_in_turns(m: int, plain: Figure) -> list[Row]:
@@ -134,9 +150,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(header(), "Simulated GPUs: nothing here was measured on one.", sep="\n", end="\n\n")
     GPUS.rates(launch_us=0, memory_gbps=1e6, link_gbps=arguments.link, tflops=0.5)
     plain = measure(layers().to("cuda:0"))
-    table = [row(n, m, plain) for n, m in (map(int, case.split("x")) for case in only)]
+    cases = [(int(n), int(m)) for n, m in (case.split("x") for case in only)]
+    table = [row(n, m, plain) for n, m in cases]
     title = f"simulated, speed-up over plain on one device, links {arguments.link:g} GB/s"
     missed = report(title, ("case", "ideal", *WAYS, *(f"{way} MiB" for way in WAYS)), table)
+    chosen = [case for case in APART_BARS if case in cases or not arguments.only]
+    if chosen:
+        table = [row_apart(n, m, plain) for n, m in chosen]
+        columns = ("case", "ideal", *APART, *(f"{way} MiB" for way in APART))
+        missed += report(f"{title}, gradients of weights apart", columns, table)
     if not arguments.only:
         table = [row for m in MICRO_BATCHES for row in rows_in_turns(m, plain)]
         title = f"{title}, {DEVICES} devices with v partitions each"

@@ -3,9 +3,9 @@
 All but one are recordings: a pipe on CPU runs stages that sleep, and ``timeline.plot`` draws the
 events, to one scale where timelines are compared. Sleeping stages overlap
 on any machine, so the pictures show only the schedule. Where gradients of weights are put off, each
-matrix product sleeps. On CPU the backward of all
-partitions runs in one thread, except in ``forward_backward``. The picture for GPUs, with
-copies, is computed from the rules of the schedule, and its caption says so.
+matrix product sleeps. On CPU the backward of all partitions runs in one thread, except in
+``forward_backward``. The picture for GPUs, with copies, is computed from the rules of the schedule,
+and its caption says so.
 """
 
 from __future__ import annotations
@@ -87,11 +87,11 @@ def recorded(
     return fastest(timelines)
 
 
-class _Products(TorchDispatchMode):
+class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Lets a matrix product take ``seconds`` for a mini-batch, or its share of that."""
 
     def __init__(self, seconds: float) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._seconds = seconds
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
