@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from pipert.schedules import Action, Plan, plan
 from pipert.schedules.plan import plan_call
 
-
 NAMES = ["call", "gpipe", "1f1b", "eager-1f1b", "interleaved", "zb", "zb-h1", "zb-h2"]
 
 
