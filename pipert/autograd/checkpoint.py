@@ -30,10 +30,9 @@ differentiates that graph:
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import compress
 from typing import Any, Protocol, TypeVar
@@ -164,9 +163,7 @@ class Checkpoint:
                 self._saved = self._one(lambda: self._recomputation.saved(False))
             else:
                 self._whole.recompute(False)
-        value, version = self._saved[number]
-        if not _thread.will_take_again:
-            del self._saved[number]
+        value, version = self._saved.pop(number)
         if self._recomputation.hooks is not None:
             return self._recomputation.hooks[1](value)  # type: ignore[no-any-return]
         tensor: Tensor = value
@@ -223,21 +220,9 @@ class _Thread(threading.local):
 
     computes_partial_gradients = False
     """Whether it computes one task's part of each weight's gradient."""
-    will_take_again = False
-    """Whether saved tensors are read before the backward that needs them."""
 
 
 _thread = _Thread()
-
-
-@contextlib.contextmanager
-def before_backward() -> Iterator[None]:
-    """Let saved tensors be read in the block, and once more by the backward that comes next."""
-    _thread.will_take_again = True
-    try:
-        yield
-    finally:
-        _thread.will_take_again = False
 
 
 class _HookOnSum:

@@ -17,12 +17,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from pipert._torch import node_count
 from pipert._typing import Value
 from pipert.autograd.checkpoint import Checkpoint
+from pipert.autograd.weight_gradients import compute_later
 from pipert.batch.tensors import differentiable
 from pipert.layers.call import AfterLayer
 from pipert.layers.never_recompute import FromForward
@@ -94,14 +94,10 @@ def weight_gradients(stage: Stage, i: int, _: Value) -> None:
     """Carry out ``W[i,j]`` of a step: compute the gradients of weights that ``B[i,j]`` put off."""
     cut, notifier = stage.cut, stage.run.notifier
     assert cut is not None
-    left = [] if cut.later is None else cut.later.pop(i, [])
-    left.reverse()
+    later = [] if cut.later is None else cut.later.pop(i, [])
     action, is_recorded = Action(WEIGHT, i, stage.place.j), notifier.recorder is not None
-    with notifier.recorded(action, stage.place.device) if is_recorded else NOTHING, torch.no_grad():
-        while left:
-            weight, compute = left.pop()
-            cut.gradients.add((weight,), (compute(),))
-            del compute  # before the next one needs memory
+    with notifier.recorded(action, stage.place.device) if is_recorded else NOTHING:
+        cut.gradients.add(*compute_later(later))
 
 
 def _watched(

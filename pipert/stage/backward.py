@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -93,11 +92,15 @@ def differentiate_graph(
     later = list[Later]()
     if cut.later is not None:
         later, leaves = put_off(behind, ends)
-    wanted = (*graph.xs, *leaves, *[one.edge for one in later])
-    found = gradients_of(stage, wanted, ys, given, behind)
-    for one, dy in zip(later, found[len(wanted) - len(later) :], strict=True):
-        if dy is not None and cut.later is not None:
-            cut.later.setdefault(i, []).append((one.weight, partial(one.compute, dy)))
+    wanted = (*graph.xs, *leaves, *[one.node for one in later])
+    found: Gradients = [None] * len(wanted)
+    try:
+        found = gradients_of(stage, wanted, ys, given, behind)
+    finally:
+        arrived = zip(later, found[len(wanted) - len(later) :], strict=True)
+        left = [one for one, captured in arrived if one.end(captured)]
+    if cut.later is not None:
+        cut.later.setdefault(i, []).extend(left)
     dxs = tuple([None if dx is None else alone(dx) for dx in found[: len(graph.xs)]])
     return dxs, leaves, found[len(graph.xs) : len(graph.xs) + len(leaves)]
 

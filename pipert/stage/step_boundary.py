@@ -21,6 +21,7 @@ from pipert.autograd.checkpoint import Checkpoint
 from pipert.autograd.hooks import refuse
 from pipert.autograd.order import begin_numbers
 from pipert.autograd.recompute import Edges, Graph, Recomputation, Replay, edges_of
+from pipert.autograd.weight_gradients import Later
 from pipert.batch.hidden import CLOSED_TO_GRAPHS, REMEDY, hides
 from pipert.batch.tensors import Carried, differentiable
 from pipert.batch.trees import ORDINARY, flatten
@@ -83,10 +84,8 @@ class StepBoundary:
         # detection looks at what the engine computes.
         is_watched = run.context.saved_tensor_hooks is not None or torch.is_anomaly_enabled()
         puts_off = WEIGHT in run.plan.occurring_kinds and not is_watched
-        self.later: dict[int, list[tuple[Tensor, Callable[[], Tensor]]]] | None
-        self.later = {} if puts_off else None
-        """Weights whose gradients ``W[i,j]`` computes, by micro-batch, and the functions that do;
-        ``None`` if nothing is put off."""
+        self.later: dict[int, list[Later]] | None = {} if puts_off else None
+        """What ``W[i,j]`` computes, by micro-batch; ``None`` if nothing is put off."""
         self._is_last = place.is_last
         self._place = place
         self._devices = run.devices

@@ -73,7 +73,7 @@ OF_GRAPHS = [
     Mutant(
         "saved-stays", CHECKPOINT,
         "a saved activation that was read lives as long as the graph",
-        "if not _thread.will_take_again:", "if False:",
+        "self._saved.pop(number)", "self._saved[number]",
         ("tests/autograd/test_checkpoint.py",),
     ),
 ]  # fmt: skip
