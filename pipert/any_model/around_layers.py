@@ -157,7 +157,8 @@ class AroundLayers:
         if self._i < stage.recomputed:
             stage.layers.take_snapshot()
             hooks = shared.run.context.saved_tensor_hooks
-            self._checkpointed = CheckpointedCalls(stage.layers, self._i, hooks)
+            keeps_graph = stage.cut is not None and stage.cut.puts_off
+            self._checkpointed = CheckpointedCalls(stage.layers, self._i, hooks, keeps_graph)
             if self._graph is not None:
                 shared.checkpointed[self._i, place.j] = self._checkpointed
         if self._graph is not None:

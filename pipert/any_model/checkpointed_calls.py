@@ -56,14 +56,18 @@ class CheckpointedCalls:
         layers: the layers of the partition.
         i: the micro-batch.
         hooks: the caller's saved-tensor hooks.
+        keeps_graph: as in :class:`.Checkpoint`.
     """
 
-    __slots__ = ("__weakref__", "_calls", "_hooks", "_i", "_layers", "_outputs")
+    __slots__ = (
+        "__weakref__", "_calls", "_hooks", "_i", "_keeps_graph", "_layers", "_outputs",
+    )  # fmt: skip
 
-    def __init__(self, layers: Layers, i: int, hooks: Hooks) -> None:
+    def __init__(self, layers: Layers, i: int, hooks: Hooks, keeps_graph: bool) -> None:
         self._layers = layers
         self._i = i
         self._hooks = hooks
+        self._keeps_graph = keeps_graph
         self._calls: list[tuple[CheckpointedCall, weakref.ref[Checkpoint]]] = []
         self._outputs: dict[int, _CallOutput] | None = {}
 
@@ -85,7 +89,7 @@ class CheckpointedCalls:
         assert outputs is not None
         note = partial(self._layers.note_of_call, self._i, layer)
         call = CheckpointedCall(compute, around, note, outputs, self._hooks)
-        checkpoint = Checkpoint(call, self)
+        checkpoint = Checkpoint(call, self, self._keeps_graph)
         given = Arguments(args, kwargs) if kwargs else args  # a plain tuple is flattened faster
         objects = objects_in((*args, *kwargs.values()))
         returned: list[Value] = []

@@ -21,9 +21,9 @@ differentiates that graph:
 4. Some tasks are not just a function of what their graph begins with: a layer uses a tensor of a
    graph of the caller's, or a custom function, which may call the engine; a hook on a parameter
    would see inside the pair; autocast casts a weight once for all micro-batches; anomaly detection
-   shows the line of a layer; a layer is not recomputed. There the graph of ``F`` stays, and
-   *Recompute* fills in its saved tensors. The same is done where few tensors are saved: the pair
-   itself would cost more.
+   shows the line of a layer; a layer is not recomputed; gradients of weights are put off. There the
+   graph of ``F`` stays, and *Recompute* fills in its saved tensors. The same is done where few
+   tensors are saved: the pair itself would cost more.
 5. A layer may have kept a part of ``F``'s graph, such as a loss of its own. A backward from there
    reads a number in place of a saved tensor, and recomputes on the spot.
 """
@@ -75,16 +75,20 @@ class Checkpoint:
     Args:
         recomputation: computes the task again.
         whole: the group it is recomputed with, by :meth:`refill`; ``None`` if it is alone.
+        keeps_graph: whether the graph of ``F`` is to stay in any case.
     """
 
     __slots__ = (
-        "__weakref__", "_graph", "_is_pair", "_recomputation", "_recording", "_saved", "_whole",
-        "_xs",
+        "__weakref__", "_graph", "_is_pair", "_keeps_graph", "_recomputation", "_recording",
+        "_saved", "_whole", "_xs",
     )  # fmt: skip
 
-    def __init__(self, recomputation: Recomputation, whole: Whole | None = None) -> None:
+    def __init__(
+        self, recomputation: Recomputation, whole: Whole | None = None, keeps_graph: bool = False
+    ) -> None:
         self._recomputation = recomputation
         self._whole = whole
+        self._keeps_graph = keeps_graph
         self._graph: Graph | None = None  # R's, until B
         self._saved: dict[int, tuple[Any, int]] = {}  # R's, if F's graph was kept
         self._xs: Tensors = ()
@@ -97,7 +101,8 @@ class Checkpoint:
             xs, begins, ys, rebuild, nodes = self._recomputation.first(compute, value, self._take)
         finally:
             self._recording = False
-        is_large = self._recomputation.saves > _FEW and self._recomputation.is_whole
+        may_be_pair = self._recomputation.is_whole and not self._keeps_graph
+        is_large = may_be_pair and self._recomputation.saves > _FEW
         if is_large and not _shares_casts() and not torch.is_anomaly_enabled():
             leaves = origins(ys, begins, nodes)
             if leaves is not None:
@@ -154,6 +159,11 @@ class Checkpoint:
         gate.is_open = True
         return [next(found) if is_needed else None for is_needed in needed]
 
+    def peek(self, number: int) -> Tensor | None:
+        """Return the tensor that ``F`` saved as ``number``; ``None`` unless it is filled in."""
+        is_filled_in = number in self._saved and self._recomputation.hooks is None
+        return self._unpack(*self._saved[number]) if is_filled_in else None
+
     def _take(self, number: int) -> Tensor:
         """Return the tensor that ``F`` saved as ``number``, recomputing if necessary (rule 5)."""
         if number not in self._saved:
@@ -166,7 +176,9 @@ class Checkpoint:
         value, version = self._saved.pop(number)
         if self._recomputation.hooks is not None:
             return self._recomputation.hooks[1](value)  # type: ignore[no-any-return]
-        tensor: Tensor = value
+        return self._unpack(value, version)
+
+    def _unpack(self, tensor: Tensor, version: int) -> Tensor:
         if tensor._version != version:
             raise RuntimeError(
                 f"a tensor needed for gradient computation, {describe(tensor)}, was modified in "

@@ -7,13 +7,14 @@ from the input that the node has saved. Until then these two tensors are kept, a
 
 A weight is put off if that is known to be the same:
 
-1. All of its uses behind the outputs are nodes in ``_RULES``. What is not known stays in ``B``.
+1. All of its uses behind the outputs are nodes in :data:`.RULES`, in graphs that no other backward
+   goes through. What is not known stays in ``B``.
 2. It is a leaf, behind nothing but transposes and the cast of autocast; the engine goes that way.
 3. It is an ordinary dense tensor on the device of its use, has not been frozen since, and gets a
    gradient of its own dtype.
-4. Nobody sees more than that: the node has no hooks of its own, and no saved-tensor hooks see its
-   input, which would unpack it twice. Hooks on the tensor that it made are called before what
-   arrives is noted.
+4. Nobody sees more than that: the node has no hooks of its own, and no saved-tensor hooks but a
+   checkpoint's see its input, which would unpack it twice. Hooks on the tensor that it made are
+   called before what arrives is noted.
 
 Neither of the two tensors may be changed in place before ``W[i,j]``, which is refused.
 """
@@ -21,34 +22,21 @@ Neither of the two tensors may be changed in place before ``W[i,j]``, which is r
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
-from pipert._torch import AccumulateGrad, sequence_nr
+from pipert._torch import AccumulateGrad, backward_id, sequence_nr
+from pipert.autograd.checkpoint import Checkpoint
 from pipert.autograd.engine import differentiate
 from pipert.autograd.leaves import Behind
-from pipert.batch.tensors import version
+from pipert.autograd.weight_operations import RULES, ToWeight
+from pipert.batch.tensors import alone, version
 
 __all__: list[str] = []
-
-ToWeight = Callable[[Tensor, Tensor], Tensor]
-"""Computes the gradient of a weight from the input and the gradient of one of its uses."""
-
-
-class _Rule(NamedTuple):
-    """The rule for the nodes of one operation."""
-
-    place: int
-    """The place of the weight among the inputs of the node."""
-    saved: str
-    """The name of the input that the weight meets, among what the node saves."""
-    make: Callable[[Any, bool, Tensor], ToWeight | None]
-    """Takes the node, whether the weight is transposed on the way, and the weight."""
 
 
 class _Way(NamedTuple):
@@ -60,49 +48,60 @@ class _Way(NamedTuple):
     is_transposed: bool
 
 
-class _Kept:
+class _Kept(NamedTuple):
     """A tensor that is kept for ``W[i,j]``, and its version."""
 
-    __slots__ = ("_tensor", "_version")
+    tensor: Tensor
+    version: int
 
-    def keep(self, tensor: Tensor) -> Tensor:
-        self._tensor, self._version = tensor, version(tensor)
-        return tensor
-
-    def get(self, _: object = None) -> Tensor:
+    def get(self) -> Tensor:
         """Return the tensor.
 
         Raises:
             RuntimeError: it was changed in place.
         """
-        if version(self._tensor) != self._version:
+        if version(self.tensor) != self.version:
             raise RuntimeError(
                 "a tensor needed for the gradient of a weight was modified in place before that "
                 "was computed, which the schedule does later; clone it, or use schedule='1f1b'"
             )
-        return self._tensor
+        return self.tensor
+
+
+def _keep(tensor: Tensor | None) -> _Kept | None:
+    """Keep a tensor, and no larger one of which it is a part."""
+    if tensor is None:
+        return None
+    tensor = alone(tensor)
+    return _Kept(tensor, version(tensor))
 
 
 class Later:
     """One use of a weight whose gradient is computed later."""
 
-    __slots__ = ("_compute", "_dy", "_edge", "_handle", "_x", "node", "weight")
+    __slots__ = ("_compute", "_dys", "_handle", "_way", "_x", "dy", "node")
 
-    def __init__(self, node: Any, way: _Way, x: _Kept, compute: ToWeight) -> None:
-        self.weight = way.weight
+    def __init__(self, node: Any, way: _Way, x: Tensor, compute: ToWeight) -> None:
         self.node: Any = GradientEdge(node, 0)
         """Where the gradient arrives; to be asked for, so that the engine goes there."""
-        self._edge: Any = way.edge
-        self._x, self._compute = x, compute
-        self._dy: _Kept | None = None
+        self.dy: _Kept | None = None
+        self._way, self._x, self._compute = way, _Kept(x, version(x)), compute
+        self._dys: dict[int | None, _Kept | None] = {}  # by backward, as hooks may run others
         self._handle = node.register_prehook(self._see)  # after all others
 
-    def _see(self, dys: Sequence[Tensor | None]) -> None:
-        if dys[0] is not None:
-            self._dy = _Kept()
-            self._dy.keep(dys[0])
+    @property
+    def weight(self) -> Tensor:
+        return self._way.weight
 
-    def end(self, captured: Tensor | None) -> bool:
+    @property
+    def edge(self) -> GradientEdge:
+        """Where the way to the weight begins."""
+        return self._way.edge
+
+    def _see(self, dys: Sequence[Tensor | None]) -> None:
+        self._dys[backward_id()] = _keep(dys[0])
+
+    def end(self, backward: int | None, captured: Tensor | None) -> bool:
         """Forget the node, after the backward. Return whether a gradient has arrived.
 
         ``captured`` is what the engine returned: if it did not execute the node, hooks on tensors
@@ -110,13 +109,41 @@ class Later:
         """
         self._handle.remove()
         self.node = None
-        if self._dy is None and captured is not None:
-            self._dy = _Kept()
-            self._dy.keep(captured)
-        return self._dy is not None
+        seen, self._dys = self._dys, {}
+        self.dy = seen[backward] if backward in seen else _keep(captured)
+        return self.dy is not None
+
+    def gradient(self) -> Tensor:
+        """Return the gradient that goes out on the edge."""
+        assert self.dy is not None
+        return self._compute(self._x.get(), self.dy.get())
 
 
-def put_off(behind: Behind, ends: Iterable[Node]) -> tuple[list[Later], list[Tensor]]:
+class PutOff:
+    """What one backward, which starts at ``ends``, puts off."""
+
+    def __init__(self, uses: list[Later], ends: Iterable[Node]) -> None:
+        self.uses = uses
+        self._number: int | None = None
+        self._handles = [end.register_prehook(self._begin) for end in ends] if uses else []
+
+    def _begin(self, _: object) -> None:
+        """Note the number of the backward. Those that hooks run within it have higher ones."""
+        number = backward_id()
+        self._number = number if self._number is None else min(self._number, number)
+
+    def end(self, captured: Sequence[Tensor | None]) -> list[Later]:
+        """Return the uses at which a gradient has arrived, after the backward."""
+        for handle in self._handles:
+            handle.remove()
+        pairs = zip(self.uses, captured, strict=True)
+        return [use for use, dy in pairs if use.end(self._number, dy)]
+
+
+NONE_PUT_OFF = PutOff([], ())
+
+
+def put_off(behind: Behind, ends: Sequence[Node]) -> tuple[PutOff, list[Tensor]]:
     """Return the uses of weights that are put off, and the leaves that are left.
 
     Args:
@@ -124,10 +151,11 @@ def put_off(behind: Behind, ends: Iterable[Node]) -> tuple[list[Later], list[Ten
         ends: the nodes at which its backward starts.
     """
     nodes = [node for node in behind.nodes if node is not None]
-    uses = [node for node in nodes if type(node).__name__ in _RULES]
+    shared = set(behind.others)
+    uses = [node for node in nodes if type(node).__name__ in RULES and node not in shared]
     ways, owner = list[tuple[Any, _Way, ToWeight]](), dict[Node, int]()
     for node in sorted(uses, key=sequence_nr):  # the same order in each run
-        rule = _RULES[type(node).__name__]
+        rule = RULES[type(node).__name__]
         way = _way_to_weight(*node.next_functions[rule.place])
         compute = None if way is None else rule.make(node, way.is_transposed, way.weight)
         if way is not None and compute is not None and _is_free_of_hooks(node):
@@ -139,7 +167,7 @@ def put_off(behind: Behind, ends: Iterable[Node]) -> tuple[list[Later], list[Ten
         if node not in owner:
             found.subtract([owner[child] for child, _ in node.next_functions if child in owner])
     taken = [
-        (node, way, _take(node, way.weight), compute)
+        (node, way, _saved_input(node, way.weight), compute)
         for node, way, compute in ways
         if not found[id(way.weight)]
     ]
@@ -150,25 +178,26 @@ def put_off(behind: Behind, ends: Iterable[Node]) -> tuple[list[Later], list[Ten
         if x is not None and id(way.weight) not in left
     ]
     weights = {id(one.weight) for one in later}
-    return later, [leaf for leaf in behind.leaves if id(leaf) not in weights]
+    return PutOff(later, ends), [leaf for leaf in behind.leaves if id(leaf) not in weights]
 
 
 def compute_later(later: list[Later]) -> tuple[list[Tensor], list[Tensor | None]]:
     """Return weights and their gradients. Empties the list, to free memory as it goes."""
-    sums: dict[tuple[Any, int], tuple[Later, Tensor]] = {}
+    sums: dict[tuple[Any, int], tuple[GradientEdge, Tensor]] = {}
+    weights: dict[int, Tensor] = {}
     later.reverse()
-    while later:
-        one = later.pop()
-        assert one._dy is not None
-        with torch.no_grad():
-            found = one._compute(one._x.get(), one._dy.get())
-        key = one._edge.node, one._edge.output_nr
-        sums[key] = one, found if key not in sums else sums[key][1] + found
+    with torch.no_grad():
+        while later:
+            use = later.pop()
+            if use.weight.requires_grad:  # not frozen since
+                weights[id(use.weight)] = use.weight
+                key, gradient = (use.edge.node, use.edge.output_nr), use.gradient()
+                sums[key] = use.edge, gradient if key not in sums else sums[key][1] + gradient
+            del use
     # Hooks on a cast or a transposed weight see the sum of all uses.
-    weights = list({id(one.weight): one.weight for one, _ in sums.values()}.values())
-    edges = [one._edge for one, _ in sums.values()]
-    found_all = differentiate(edges, weights, [total for _, total in sums.values()])
-    return weights, list(found_all)
+    wanted = list(weights.values())
+    edges, gradients = zip(*sums.values(), strict=True) if sums else ((), ())
+    return wanted, list(differentiate(edges, wanted, gradients))
 
 
 def _is_free_of_hooks(node: Any) -> bool:
@@ -211,58 +240,20 @@ def _is_ordinary(weight: Tensor) -> bool:
     )
 
 
-def _take(node: Any, weight: Tensor) -> _Kept | None:
-    """Take the input that ``node`` has saved; ``None`` if it cannot be had without more ado."""
-    kept = _Kept()
-    saved = getattr(node, f"_raw_saved_{_RULES[type(node).__name__].saved}", None)
+def _saved_input(node: Any, weight: Tensor) -> Tensor | None:
+    """Return the input that ``node`` has saved; ``None`` if it cannot be had without more ado.
+
+    Raises:
+        RuntimeError: it was changed in place.
+    """
+    saved = getattr(node, f"_raw_saved_{RULES[type(node).__name__].saved}", None)
     if saved is None:
         return None
-    try:
-        saved.register_hooks(kept.keep, kept.get)  # the only access that unpacks nothing
-    except RuntimeError:  # it has other hooks, or was changed in place, which the engine refuses
-        return None
-    x = kept.get()
+    x: Any = None
+    unpack = saved.unpack_hook
+    if unpack is None:
+        x = saved.unpack().detach()
+    elif isinstance(getattr(unpack, "__self__", None), Checkpoint):
+        x = unpack.__self__.peek(saved.data)
     is_beside = type(x) in (Tensor, nn.Parameter) and x.device == weight.device
-    return kept if is_beside and x.layout == torch.strided else None
-
-
-def _of_product(node: Any, is_transposed: bool, _: Tensor) -> ToWeight | None:
-    if getattr(node, "_saved_alpha", 1) != 1:
-        return None
-    return _transposed_product if is_transposed else _product
-
-
-def _product(x: Tensor, dy: Tensor) -> Tensor:
-    return x.mH @ dy
-
-
-def _transposed_product(x: Tensor, dy: Tensor) -> Tensor:
-    """Compute the same, in the layout of the weight once it is transposed back."""
-    return (dy.t() @ x.conj()).t()
-
-
-def _of_convolution(node: Any, is_transposed: bool, weight: Tensor) -> ToWeight | None:
-    if is_transposed:
-        return None
-    settings = [getattr(node, f"_saved_{name}", None) for name in _SETTINGS]
-    return None if None in settings else partial(_convolved, weight.detach(), settings)
-
-
-_SETTINGS = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
-
-
-def _convolved(weight: Tensor, settings: list[Any], x: Tensor, dy: Tensor) -> Tensor:
-    w = weight.to(x.dtype)
-    found: Tensor
-    _, found, _ = torch.ops.aten.convolution_backward(
-        dy, x, w, None, *settings, [False, True, False]
-    )
-    return found
-
-
-_RULES = {
-    "AddmmBackward0": _Rule(2, "mat1", _of_product),
-    "MmBackward0": _Rule(1, "self", _of_product),
-    "ConvolutionBackward0": _Rule(1, "input", _of_convolution),
-}
-"""By the name of a node. A node of another name computes all its gradients in ``B``."""
+    return x if is_beside and x.layout == torch.strided else None

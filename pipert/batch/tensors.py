@@ -13,6 +13,7 @@ from itertools import islice
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -143,3 +144,14 @@ class Versions:
 
 _version: Callable[[Tensor], int] = attrgetter("_version")
 _only: Callable[[Tensors], Any] = itemgetter(0)
+
+
+def alone(gradient: Tensor) -> Tensor:
+    """Return ``gradient`` in a storage of its own, so that it keeps no larger tensor alive.
+
+    Where a skip is concatenated to something, its gradient is a part of a larger tensor, and waits
+    until the stage that stashed it goes backward.
+    """
+    if gradient.layout != torch.strided or gradient.untyped_storage().nbytes() <= gradient.nbytes:
+        return gradient
+    return gradient.clone()

@@ -94,10 +94,10 @@ def weight_gradients(stage: Stage, i: int, _: Value) -> None:
     """Carry out ``W[i,j]`` of a step: compute the gradients of weights that ``B[i,j]`` put off."""
     cut, notifier = stage.cut, stage.run.notifier
     assert cut is not None
-    later = [] if cut.later is None else cut.later.pop(i, [])
+    later = cut.later.pop(i, [])
     action, is_recorded = Action(WEIGHT, i, stage.place.j), notifier.recorder is not None
     with notifier.recorded(action, stage.place.device) if is_recorded else NOTHING:
-        cut.gradients.add(*compute_later(later))
+        cut.gradients.add(*stage.layers.backward(i, compute_later, later))  # hooks may draw
 
 
 def _watched(

@@ -16,7 +16,8 @@ from pipert.autograd import order
 from pipert.autograd.engine import differentiate
 from pipert.autograd.leaves import Behind, is_in_python, leaves_behind
 from pipert.autograd.recompute import Graph
-from pipert.autograd.weight_gradients import Later, put_off
+from pipert.autograd.weight_gradients import NONE_PUT_OFF, put_off
+from pipert.batch.tensors import alone
 from pipert.layers.nested_checkpoint import refuse_reentrant_checkpoint
 from pipert.schedules.action import BACKWARD, Action
 from pipert.stage.inner_backward import taking_gradients
@@ -89,20 +90,18 @@ def differentiate_graph(
         behind = look(ends)
     leaves = behind.leaves
     refuse_hooked(cut, leaves)
-    later = list[Later]()
-    if cut.later is not None:
-        later, leaves = put_off(behind, ends)
-    wanted = (*graph.xs, *leaves, *[one.node for one in later])
-    found: Gradients = [None] * len(wanted)
+    put = NONE_PUT_OFF
+    if cut.puts_off:
+        put, leaves = put_off(behind, ends)
+    wanted = (*graph.xs, *leaves, *[use.node for use in put.uses])
+    found: Gradients = (None,) * len(wanted)
+    k, end = len(graph.xs), len(graph.xs) + len(leaves)
     try:
         found = gradients_of(stage, wanted, ys, given, behind)
     finally:
-        arrived = zip(later, found[len(wanted) - len(later) :], strict=True)
-        left = [one for one, captured in arrived if one.end(captured)]
-    if cut.later is not None:
-        cut.later.setdefault(i, []).extend(left)
-    dxs = tuple([None if dx is None else alone(dx) for dx in found[: len(graph.xs)]])
-    return dxs, leaves, found[len(graph.xs) : len(graph.xs) + len(leaves)]
+        later = put.end(found[end:])
+    cut.later.setdefault(i, []).extend(later)
+    return tuple([None if dx is None else alone(dx) for dx in found[:k]]), leaves, found[k:end]
 
 
 _node: Callable[[Any], Any] = attrgetter("node")
@@ -165,14 +164,3 @@ def scatter(stage: Stage, cut: StepBoundary, i: int, dxs: Gradients, kept: Kept)
     if stage.place.j == 0:
         cut.step.input_gradients[i] = value
     return value
-
-
-def alone(gradient: Tensor) -> Tensor:
-    """Return ``gradient`` in a storage of its own, so that it keeps no larger tensor alive.
-
-    Where a skip is concatenated to something, its gradient is a part of a larger tensor, and waits
-    until the stage that stashed it goes backward.
-    """
-    if gradient.layout != torch.strided or gradient.untyped_storage().nbytes() <= gradient.nbytes:
-        return gradient
-    return gradient.clone()

@@ -71,7 +71,7 @@ class StepBoundary:
     __slots__ = (
         "_callers", "_devices", "_entered", "_first", "_hooks", "_is_last", "_place",
         "_recomputation", "_recomputed", "_seed", "copies", "gradients", "kept", "later",
-        "step",
+        "puts_off", "step",
     )  # fmt: skip
 
     def __init__(
@@ -83,9 +83,10 @@ class StepBoundary:
         # Saved-tensor hooks of the caller would unpack twice what they have packed, and anomaly
         # detection looks at what the engine computes.
         is_watched = run.context.saved_tensor_hooks is not None or torch.is_anomaly_enabled()
-        puts_off = WEIGHT in run.plan.occurring_kinds and not is_watched
-        self.later: dict[int, list[Later]] | None = {} if puts_off else None
-        """What ``W[i,j]`` computes, by micro-batch; ``None`` if nothing is put off."""
+        self.puts_off = WEIGHT in run.plan.occurring_kinds and not is_watched
+        """Whether ``B[i,j]`` leaves gradients of weights to ``W[i,j]``."""
+        self.later: dict[int, list[Later]] = {}
+        """What ``W[i,j]`` computes, by micro-batch."""
         self._is_last = place.is_last
         self._place = place
         self._devices = run.devices
@@ -211,8 +212,7 @@ class StepBoundary:
 
     def drop(self) -> None:
         self.kept.clear()
-        if self.later is not None:
-            self.later.clear()
+        self.later.clear()
         self.gradients.clear()
         self.step.drop()
 

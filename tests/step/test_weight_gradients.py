@@ -29,7 +29,7 @@ def put_off_of(module: nn.Module, y: Tensor) -> set[str]:
     ends: Any = [y.grad_fn]
     later, leaves = put_off(leaves_behind(ends), ends)
     names = {id(parameter): name for name, parameter in module.named_parameters()}
-    found = {names[id(one.weight)] for one in later}
+    found = {names[id(one.weight)] for one in later.uses}
     assert found.isdisjoint({names[id(leaf)] for leaf in leaves if id(leaf) in names})
     return found
 
@@ -251,7 +251,7 @@ def _failing() -> Iterator[None]:
 
     refused = pytest.raises(ValueError, match="no memory")
     with pytest.MonkeyPatch.context() as patch, refused as found:
-        patch.setattr("pipert.autograd.weight_gradients._transposed_product", fail)
+        patch.setattr("pipert.autograd.weight_operations._transposed_product", fail)
         yield
     assert any("weight gradient W[0," in note for note in found.value.__notes__)
 

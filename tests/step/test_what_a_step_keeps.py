@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pipert import Pipe
-from pipert.stage.backward import alone
+from pipert.batch.tensors import alone
 from tests.activations import Activations
 from tests.devices.lockstep import in_lockstep
 from tests.layers import Apply

@@ -1,0 +1,205 @@
+"""Tests what code of the model may do around gradients of weights that are put off."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pipert
+from pipert import Pipe
+from pipert._torch import node_count
+from pipert.autograd import weight_gradients, weight_operations
+from pipert.autograd.leaves import leaves_behind
+from pipert.autograd.weight_gradients import put_off
+from pipert.stage import actions
+from tests.activations import Activations
+from tests.contract.ways import MODES, grads_of, linear, mean, same
+
+
+def piped(kind: str, layers: nn.Sequential, **options: Any) -> Any:
+    every: dict[str, Any] = {"devices": ["cpu"] * 2, "chunks": 3, "checkpoint": "never"}
+    if kind == "Pipe":
+        return Pipe(layers, [len(layers) - 1, 1], **every | options)
+    return pipert.pipeline(layers, [str(len(layers) - 1)], **every | options)
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+@pytest.mark.parametrize("kind", ["Pipe", "pipeline"])
+def test_every_use_is_put_off_in_every_mode(
+    kind: str, checkpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts, real = list[int](), weight_gradients.compute_later
+
+    def count(later: list[Any]) -> Any:
+        counts.append(len(later))
+        return real(later)
+
+    monkeypatch.setattr(actions, "compute_later", count)
+    layers = nn.Sequential(linear(3, 3), nn.Tanh(), linear(3, 3), linear(3, 3))
+    with piped(kind, layers, checkpoint=checkpoint) as pipe:
+        x = torch.randn(6, 3, dtype=torch.float64)
+        pipe.forward_backward(x, loss_fn=mean, schedule="zb-h1")
+    assert sorted(counts) == [1, 1, 1, 2, 2, 2]
+
+
+class ChangesItsInput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x * 1
+        y: Tensor = self.inner(h)
+        h.add_(1)
+        return y
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+@pytest.mark.parametrize("kind", ["Pipe", "pipeline"])
+def test_an_input_that_was_changed_in_place_is_refused(kind: str, checkpoint: str) -> None:
+    with piped(kind, nn.Sequential(ChangesItsInput(), linear(3, 3)), checkpoint=checkpoint) as pipe:
+        with pytest.raises(RuntimeError, match="modified (by an|in place)"):
+            x = torch.randn(6, 3, dtype=torch.float64)
+            pipe.forward_backward(x, loss_fn=mean, schedule="zb-h1")
+
+
+def test_uses_in_a_graph_of_the_caller_s_are_not_put_off() -> None:
+    """Several tasks may go through it at once."""
+    callers, own = linear(3, 3), linear(3, 3)
+    from_caller = callers(torch.randn(2, 3, dtype=torch.float64))
+    begin = node_count()
+    y = own(from_caller)
+    ends: Any = [y.grad_fn]
+    put, leaves = put_off(leaves_behind(ends, (), range(begin, node_count())), ends)
+    assert [use.weight is own.weight for use in put.uses] == [True]
+    assert any(leaf is callers.weight for leaf in leaves)
+
+
+class WeighsByAGradient(nn.Module):
+    """Goes backward through a product, from a hook, while the step goes backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3, bias=False, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        side = self.inner(x)
+        other = (side * 5).sum()
+        out = (x * 1).requires_grad_() * 2
+
+        def weigh(grad: Tensor) -> Tensor:
+            (found,) = torch.autograd.grad(other, self.inner.weight, retain_graph=True)
+            weighed: Tensor = grad * found.norm()
+            return weighed
+
+        out.register_hook(weigh)  # type: ignore[no-untyped-call]
+        return out + side
+
+
+@pytest.mark.parametrize("first", [nn.Identity, lambda: linear(3, 3)])
+def test_a_backward_within_the_backward_changes_nothing(first: Any) -> None:
+    x = torch.randn(4, 3, dtype=torch.float64)
+    found = []
+    for schedule in ("1f1b", "zb-h1"):
+        torch.manual_seed(0)
+        layers = nn.Sequential(first(), WeighsByAGradient(), linear(3, 3))
+        with piped("Pipe", layers, chunks=1) as pipe:
+            pipe.forward_backward(x, loss_fn=mean, schedule=schedule)
+        found.append(grads_of(layers))
+    same(found[1], found[0], rtol=1e-12, atol=1e-12)
+
+
+class Noisy(nn.Module):
+    """Adds noise to the gradient of its transposed weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 3, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        transposed = self.weight.t()
+        transposed.register_hook(  # type: ignore[no-untyped-call]
+            lambda grad: grad + torch.randn_like(grad)
+        )
+        return torch.mm(x, transposed)
+
+
+def test_hooks_draw_the_same_numbers_from_the_same_seed() -> None:
+    layers = nn.Sequential(Noisy(), Noisy(), Noisy())
+    x, found = torch.randn(6, 3, dtype=torch.float64), list[Any]()
+    with piped("Pipe", layers) as pipe:
+        for _ in range(6):
+            layers.zero_grad()
+            torch.manual_seed(1)
+            pipe.forward_backward(x, loss_fn=mean, schedule="zb-h1")
+            found.append(grads_of(layers))
+    for other in found[1:]:
+        same(other, found[0], rtol=0, atol=0)
+
+
+class FreezesInBackward(nn.Module):
+    """Freezes another layer once gradients arrive."""
+
+    def __init__(self, other: nn.Module) -> None:
+        super().__init__()
+        self.other = [other]
+
+    def forward(self, x: Tensor) -> Tensor:
+        def freeze(grad: Tensor) -> None:
+            self.other[0].requires_grad_(False)
+
+        y = x * 1
+        y.register_hook(freeze)  # type: ignore[no-untyped-call]
+        return y
+
+
+def test_a_weight_that_is_frozen_before_its_gradient_is_computed_gets_none() -> None:
+    frozen = nn.Linear(3, 3, bias=False, dtype=torch.float64)
+    layers = nn.Sequential(linear(3, 3), FreezesInBackward(frozen), frozen, linear(3, 3))
+    with piped("Pipe", layers, chunks=1) as pipe:
+        x = torch.randn(6, 3, dtype=torch.float64)
+        pipe.forward_backward(x, loss_fn=mean, schedule="zb-h1")
+    assert frozen.weight.grad is None and layers[0].weight.grad is not None
+
+
+class Counts(nn.Module):
+    def __init__(self, inputs: Activations) -> None:
+        super().__init__()
+        self.inner, self.inputs = linear(3, 3), inputs
+
+    def forward(self, x: Tensor) -> Any:
+        return self.inner(self.inputs.add(x * 2))
+
+
+def test_memory_is_freed_weight_by_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs, alive = Activations(), list[int]()
+    real = weight_operations._transposed_product
+
+    def product(x: Tensor, dy: Tensor) -> Tensor:
+        gc.collect()
+        alive.append(inputs.now())
+        return real(x, dy)
+
+    monkeypatch.setattr(weight_operations, "_transposed_product", product)
+    layers = nn.Sequential(*[Counts(inputs) for _ in range(5)], nn.Identity())
+    with piped("Pipe", layers, chunks=1) as pipe:
+        pipe.forward_backward(
+            torch.randn(6, 3, dtype=torch.float64), loss_fn=mean, schedule="zb-h1"
+        )
+    assert alive == [5, 4, 3, 2, 1]
+
+
+def test_a_gradient_that_is_kept_keeps_no_larger_one() -> None:
+    layer, x = linear(3, 3), torch.randn(2, 3, dtype=torch.float64)
+    y = torch.cat([layer(x), torch.randn(2, 1000, dtype=torch.float64)], 1)
+    ends: Any = [y.grad_fn]
+    put, leaves = put_off(leaves_behind(ends), ends)
+    (use,) = put.uses
+    wanted = [*leaves, use.node]
+    found = torch.autograd.grad(y, wanted, torch.ones_like(y), allow_unused=True)
+    (use,) = put.end(found[len(leaves) :])
+    assert use.dy is not None and use.dy.tensor.untyped_storage().nbytes() == 2 * 3 * 8
