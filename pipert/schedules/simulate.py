@@ -1,8 +1,8 @@
 """Computes, from durations, when each action of a plan starts and ends. Nothing runs here.
 
 1. A worker does its actions one at a time, in the order of the plan.
-2. It starts an action when the last of the actions that this needs has ended. Nothing else takes
-   time: for copies or waits, add actions to the plan, with workers of their own.
+2. It starts an action when the last of the actions that this needs has ended, and its result has
+   been copied from another worker. Copies take turns with nothing.
 
 In a plan's order each action comes after those it needs, so one pass is enough.
 
@@ -22,14 +22,26 @@ __all__: list[str] = []
 
 
 def simulate(
-    plan: Plan, seconds: Callable[[Action], float]
+    plan: Plan,
+    seconds: Callable[[Action], float],
+    copying: Callable[[int, int], float] = lambda *_: 0.0,
 ) -> dict[Action, tuple[float, float]]:
-    """Return the start and end of each action of ``plan``, if it takes ``seconds(action)``."""
+    """Return the start and end of each action of ``plan``.
+
+    Args:
+        plan: the plan.
+        seconds: the time that each action takes.
+        copying: the time of a copy from one partition to another, on another worker.
+    """
     free = dict.fromkeys(plan.placement, 0.0)
     times: dict[Action, tuple[float, float]] = {}
     for action in plan.order:
         worker = plan.placement[action.j]
-        start = max([free[worker], *[times[needed][1] for needed in plan.needs(action)]])
+        start = free[worker]
+        for needed in plan.needs(action):
+            is_here = plan.placement[needed.j] == worker
+            copied = 0.0 if is_here else copying(needed.j, action.j)
+            start = max(start, times[needed][1] + copied)
         free[worker] = start + seconds(action)
         times[action] = start, free[worker]
     return times

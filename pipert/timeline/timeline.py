@@ -74,6 +74,11 @@ class Timeline:
         return self._devices
 
     @property
+    def workers(self) -> tuple[int, ...]:
+        """The worker of each partition, counted from 0."""
+        return self._workers
+
+    @property
     def lanes(self) -> tuple[str, ...]:
         """The workers' names: ``'cuda:0'``, or ``'cpu 0'`` for a logical CPU device."""
         names = {

@@ -97,7 +97,8 @@ class WeighsByAGradient(nn.Module):
             return weighed
 
         out.register_hook(weigh)  # type: ignore[no-untyped-call]
-        return out + side
+        y: Tensor = out + side
+        return y
 
 
 @pytest.mark.parametrize("first", [nn.Identity, lambda: linear(3, 3)])
