@@ -21,7 +21,6 @@ Neither of the two tensors may be changed in place before ``W[i,j]``, which is r
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -46,6 +45,16 @@ class _Way(NamedTuple):
     edge: GradientEdge
     nodes: list[Node]
     is_transposed: bool
+
+
+class _Use(NamedTuple):
+    """A use of a weight by a known node."""
+
+    node: Any
+    way: _Way
+    saved: str | None
+    """As in :class:`.Rule`."""
+    compute: ToWeight
 
 
 class _Kept(NamedTuple):
@@ -81,13 +90,13 @@ class Later:
 
     __slots__ = ("_compute", "_dys", "_handle", "_way", "_x", "dy", "node")
 
-    def __init__(self, node: Any, way: _Way, x: Tensor, compute: ToWeight) -> None:
-        self.node: Any = GradientEdge(node, 0)
+    def __init__(self, use: _Use, x: Tensor) -> None:
+        self.node: Any = GradientEdge(use.node, 0)
         """Where the gradient arrives; to be asked for, so that the engine goes there."""
         self.dy: _Kept | None = None
-        self._way, self._x, self._compute = way, _Kept(x, version(x)), compute
+        self._way, self._x, self._compute = use.way, _Kept(x, version(x)), use.compute
         self._dys: dict[int | None, _Kept | None] = {}  # by backward, as hooks may run others
-        self._handle = node.register_prehook(self._see)  # after all others
+        self._handle = use.node.register_prehook(self._see)  # after all others
 
     @property
     def weight(self) -> Tensor:
@@ -152,33 +161,51 @@ def put_off(behind: Behind, ends: Sequence[Node]) -> tuple[PutOff, list[Tensor]]
     """
     nodes = [node for node in behind.nodes if node is not None]
     shared = set(behind.others)
-    uses = [node for node in nodes if type(node).__name__ in RULES and node not in shared]
-    ways, owner = list[tuple[Any, _Way, ToWeight]](), dict[Node, int]()
-    for node in sorted(uses, key=sequence_nr):  # the same order in each run
-        rule = RULES[type(node).__name__]
-        way = _way_to_weight(*node.next_functions[rule.place])
-        compute = None if way is None else rule.make(node, way.is_transposed, way.weight)
-        if way is not None and compute is not None and _is_free_of_hooks(node):
-            ways.append((node, way, compute))
-            owner.update(dict.fromkeys(way.nodes, id(way.weight)))
-    found = Counter([id(way.weight) for _, way, _ in ways])
-    found.subtract([owner[end] for end in ends if end in owner])
-    for node in nodes if ways else ():
-        if node not in owner:
-            found.subtract([owner[child] for child, _ in node.next_functions if child in owner])
+    known = [node for node in nodes if type(node).__name__ in RULES and node not in shared]
+    # In the same order in each run.
+    uses = [use for node in sorted(known, key=sequence_nr) for use in _uses_of(node)]
+    others = _other_uses(uses, nodes, ends) if uses else {}
     taken = [
-        (node, way, _saved_input(node, way.weight), compute)
-        for node, way, compute in ways
-        if not found[id(way.weight)]
+        (use, _saved_input(use.node, use.saved, use.way.weight))
+        for use in uses
+        if not others[id(use.way.weight)]
     ]
-    left = {id(way.weight) for _, way, x, _ in taken if x is None}
+    left = {id(use.way.weight) for use, x in taken if x is None}
     later = [
-        Later(node, way, x, compute)
-        for node, way, x, compute in taken
-        if x is not None and id(way.weight) not in left
+        Later(use, x) for use, x in taken if x is not None and id(use.way.weight) not in left
     ]
     weights = {id(one.weight) for one in later}
     return PutOff(later, ends), [leaf for leaf in behind.leaves if id(leaf) not in weights]
+
+
+def _uses_of(node: Any) -> list[_Use]:
+    """Return the uses of weights by a known node that may be put off."""
+    found = list[_Use]()
+    for rule in RULES[type(node).__name__] if _is_free_of_hooks(node) else ():
+        way = _way_to_weight(*node.next_functions[rule.place])
+        compute = None if way is None else rule.make(node, way.is_transposed, way.weight)
+        if way is not None and compute is not None:
+            found.append(_Use(node, way, rule.saved, compute))
+    return found
+
+
+def _other_uses(
+    uses: Sequence[_Use], nodes: Iterable[Node], ends: Iterable[Node]
+) -> dict[int, int]:
+    """Count, by the id of the weight, how often each is used behind ``ends`` beside ``uses``."""
+    owner = {node: id(use.way.weight) for use in uses for node in use.way.nodes}
+    count = dict.fromkeys(owner.values(), 0)
+    for use in uses:
+        count[id(use.way.weight)] -= 1
+    for end in ends:
+        if end in owner:
+            count[owner[end]] += 1
+    for node in nodes:
+        if node not in owner:
+            for child, _ in node.next_functions:
+                if child in owner:
+                    count[owner[child]] += 1
+    return count
 
 
 def compute_later(later: list[Later]) -> tuple[list[Tensor], list[Tensor | None]]:
@@ -240,13 +267,20 @@ def _is_ordinary(weight: Tensor) -> bool:
     )
 
 
-def _saved_input(node: Any, weight: Tensor) -> Tensor | None:
-    """Return the input that ``node`` has saved; ``None`` if it cannot be had without more ado.
+_NONE = torch.empty(0)
+
+
+def _saved_input(node: Any, name: str | None, weight: Tensor) -> Tensor | None:
+    """Return the input that ``node`` has saved as ``name``; ``None`` if it cannot simply be had.
+
+    An empty tensor stands for none.
 
     Raises:
         RuntimeError: it was changed in place.
     """
-    saved = getattr(node, f"_raw_saved_{RULES[type(node).__name__].saved}", None)
+    if name is None:
+        return _NONE
+    saved = getattr(node, f"_raw_saved_{name}", None)
     if saved is None:
         return None
     x: Any = None

@@ -20,8 +20,9 @@ class Rule(NamedTuple):
 
     place: int
     """The place of the weight among the inputs of the node."""
-    saved: str
-    """The name of the input that the weight meets, among what the node saves."""
+    saved: str | None
+    """The name of the input that the weight meets, among what the node saves; ``None`` if its
+    gradient depends on ``dy`` alone."""
     make: Callable[[Any, bool, Tensor], ToWeight | None]
     """Takes the node, whether the weight is transposed on the way, and the weight."""
 
@@ -60,9 +61,18 @@ def _convolved(weight: Tensor, settings: list[Any], x: Tensor, dy: Tensor) -> Te
     return found
 
 
+def _of_bias(node: Any, is_transposed: bool, _: Tensor) -> ToWeight | None:
+    return None if is_transposed else _summed
+
+
+def _summed(_: Tensor, dy: Tensor) -> Tensor:
+    return dy.sum((0, *range(2, dy.dim())))
+
+
 RULES = {
-    "AddmmBackward0": Rule(2, "mat1", _of_product),
-    "MmBackward0": Rule(1, "self", _of_product),
-    "ConvolutionBackward0": Rule(1, "input", _of_convolution),
+    "AddmmBackward0": (Rule(2, "mat1", _of_product),),
+    "MmBackward0": (Rule(1, "self", _of_product),),
+    # On CPU the gradient of the bias alone takes as long as with that of the weight.
+    "ConvolutionBackward0": (Rule(1, "input", _of_convolution), Rule(2, None, _of_bias)),
 }
 """By the name of a node. A node of another name computes all its gradients in ``B``."""

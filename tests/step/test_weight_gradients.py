@@ -53,7 +53,7 @@ class Case(NamedTuple):
 
 
 def conv(kind: Any, d: int, **options: Any) -> Case:
-    return Case(lambda: kind(4, 6, 3, **options), (2, 4, *[5] * d), {"weight"})
+    return Case(lambda: kind(4, 6, 3, **options), (2, 4, *[5] * d), {"weight", "bias"})
 
 
 class Twice(nn.Module):
