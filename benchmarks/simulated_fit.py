@@ -32,7 +32,6 @@ from _measure import Row, header, report, verdict  # noqa: E402
 from torch import nn  # noqa: E402
 
 from pipert import Pipe  # noqa: E402
-from pipert.schedules import fit  # noqa: E402
 
 __all__ = ["main"]
 
@@ -91,7 +90,7 @@ def row(name: str, case: Case) -> Row:
         step("zb-h1")
         with pipe.record() as timeline:
             step("zb-h1")
-        fitted = fit(timeline, memory=case.memory)
+        fitted = timeline.fit(memory=case.memory)
         ours, *others = fitted.predictions
         measured = step(fitted)
         found = {other.name: step(other.name) for other in others}

@@ -4,8 +4,8 @@
 and transformer blocks, ``never`` recomputed. Each worker has one thread, so what it gains is the
 wait that it fills.
 
-**Predictions.** The time that :func:`pipert.schedules.fit` predicts for its schedule, of what a step
-then takes; layers take 5 ms and more.
+**Predictions.** What ``timeline.fit`` predicts for its schedule, of the time that a step then
+takes; layers take 5 ms and more.
 
 **Host cost.** A stage of 100 Linears of different widths, one micro-batch: how long ``B`` and ``W``
 take together, of ``B`` under ``'1f1b'``, by recordings.
@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss as loss
 
 from pipert import Pipe
-from pipert.schedules import fit
 from pipert.schedules.plan import Schedule
 
 __all__ = ["main"]
@@ -94,7 +93,7 @@ def prediction(repeats: int) -> list[Row]:
         with pipe.record() as timeline:
             for _ in range(repeats):
                 seconds("zb-h1")
-        fitted = fit(timeline, memory=3)
+        fitted = timeline.fit(memory=3)
         measured = median(seconds(fitted) for _ in range(repeats))
     predicted = fitted.predictions[0].seconds
     ratio = predicted / measured

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from torch import nn
 
 from pipert._typing import Device
 from pipert.model.partitioned import Partitioned
+from pipert.model.settings import check_checkpoints
 from pipert.model.split import require_balance
 from pipert.pipes.pipelined import Pipelined
 from pipert.skip.routes import routes
@@ -38,7 +39,8 @@ class Pipe(Pipelined, Partitioned):
             Default: the CUDA devices in order; without CUDA, a logical device for each partition.
         chunks: the largest number of micro-batches that a call is split into; default 1.
         checkpoint: which micro-batches are recomputed in the backward instead of keeping their
-            activations: ``'always'``, ``'except_last'`` (default) or ``'never'``.
+            activations: ``'always'``, ``'except_last'`` (default) or ``'never'``; or a list with
+            the mode of each partition.
         deferred_batch_norm: whether BatchNorm layers in training mode update their running
             statistics once for each call, from all its rows, rather than once for each micro-batch.
             Default: they do not, and there is a warning if the module has such layers.
@@ -63,13 +65,13 @@ class Pipe(Pipelined, Partitioned):
         *,
         devices: Iterable[Device] | None = None,
         chunks: int = 1,
-        checkpoint: str | None = None,
+        checkpoint: str | Sequence[str] | None = None,
         deferred_batch_norm: bool | None = None,
         timeout: float | None = None,
     ) -> None:
-        balance = require_balance(balance)
+        balance = [*require_balance(balance)]
         self.chunks = chunks
-        self.checkpoint = checkpoint
+        self._checkpoint = check_checkpoints(checkpoint, len(balance))
         self.timeout = timeout
         super().__init__(module, balance, devices, deferred_batch_norm)
         self._start()

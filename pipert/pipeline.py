@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import nn
@@ -24,7 +24,7 @@ def pipeline(
     example: Any = None,
     devices: Iterable[Device] | None = None,
     chunks: int = 1,
-    checkpoint: str | None = None,
+    checkpoint: str | Sequence[str] | None = None,
     deferred_batch_norm: bool | None = None,
     timeout: float | None = None,
 ) -> ModulePipe:

@@ -398,7 +398,7 @@ def test_between_real_devices_the_parameter_is_copied_to_the_borrowers() -> None
     partitions = [nn.Sequential(Head(weight)), nn.Sequential(Look(weight))]
     model = Layered((partitions[0], partitions[1]), routes(partitions))
     engine = Runtime(model, [torch.device("cpu"), torch.device("meta")], [0, 1])
-    (y,) = engine.call([torch.ones(2, 3)], recomputed=0)
+    (y,) = engine.call([torch.ones(2, 3)], recomputed=(0, 0))
     engine.close()
     assert seen == [torch.device("meta")] and weight.device == torch.device("cpu")
     assert y.device == torch.device("meta") and y.requires_grad

@@ -160,9 +160,10 @@ class Checkpoint:
         return [next(found) if is_needed else None for is_needed in needed]
 
     def peek(self, number: int) -> Tensor | None:
-        """Return the tensor that ``F`` saved as ``number``; ``None`` unless it is filled in."""
-        is_filled_in = number in self._saved and self._recomputation.hooks is None
-        return self._unpack(*self._saved[number]) if is_filled_in else None
+        """Return the tensor that ``F`` saved as ``number``, if it is filled in and unchanged."""
+        value, version = self._saved.get(number, (None, 0))
+        is_tensor = value is not None and self._recomputation.hooks is None
+        return value if is_tensor and value._version == version else None
 
     def _take(self, number: int) -> Tensor:
         """Return the tensor that ``F`` saved as ``number``, recomputing if necessary (rule 5)."""
@@ -176,9 +177,7 @@ class Checkpoint:
         value, version = self._saved.pop(number)
         if self._recomputation.hooks is not None:
             return self._recomputation.hooks[1](value)  # type: ignore[no-any-return]
-        return self._unpack(value, version)
-
-    def _unpack(self, tensor: Tensor, version: int) -> Tensor:
+        tensor: Tensor = value
         if tensor._version != version:
             raise RuntimeError(
                 f"a tensor needed for gradient computation, {describe(tensor)}, was modified in "

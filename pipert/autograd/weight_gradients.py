@@ -149,9 +149,6 @@ class PutOff:
         return [use for use, dy in pairs if use.end(self._number, dy)]
 
 
-NONE_PUT_OFF = PutOff([], ())
-
-
 def put_off(behind: Behind, ends: Sequence[Node]) -> tuple[PutOff, list[Tensor]]:
     """Return the uses of weights that are put off, and the leaves that are left.
 

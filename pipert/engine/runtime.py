@@ -81,7 +81,7 @@ class Runtime:
     def call(
         self,
         inputs: list[Value],
-        recomputed: int,
+        recomputed: Sequence[int],
         stats: DeferredStats | None = None,
         timeout: float | None = None,
         function: Function = None,
@@ -90,7 +90,8 @@ class Runtime:
 
         Args:
             inputs: one value per micro-batch. Emptied as the run proceeds.
-            recomputed: the number of micro-batches, from the first, that are checkpointed.
+            recomputed: for each partition, the number of micro-batches, from the first, that are
+                checkpointed.
             stats: where running statistics are noted, if they are deferred.
             timeout: seconds after which the call gives up.
             function: runs for each micro-batch in place of the model, and calls it or parts of it.
@@ -106,7 +107,7 @@ class Runtime:
             return run.outputs
 
     def map(
-        self, values: Iterable[Value], recomputed: int, timeout: float | None
+        self, values: Iterable[Value], recomputed: Sequence[int], timeout: float | None
     ) -> Iterator[Value]:
         """Compute micro-batches forward as they come; yield their outputs in order.
 
@@ -130,7 +131,7 @@ class Runtime:
                 begun.close()
 
     def _begun(
-        self, x: Value, recomputed: int, timeout: float | None
+        self, x: Value, recomputed: Sequence[int], timeout: float | None
     ) -> Generator[Any, None, None]:
         """Begin the run of one micro-batch, yield what cancels it; wait, yield its output."""
         begin_numbers(1)

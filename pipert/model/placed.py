@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NoReturn, Self
 
 import torch
@@ -13,7 +13,7 @@ from pipert.autograd.order import begin_numbers
 from pipert.layers.compiling import not_traced
 from pipert.layers.cpu_draws import prepare
 from pipert.model.devices import assign_workers, where_tensors_are
-from pipert.model.settings import check_checkpoint, check_chunks, check_timeout
+from pipert.model.settings import check_checkpoints, check_chunks, check_timeout
 
 __all__: list[str] = []
 
@@ -34,6 +34,7 @@ class Placed(nn.Module):
     _workers: list[int]
     _partitions: tuple[nn.Sequential, ...]
     _deferred_batch_norm: bool
+    _checkpoint: str | tuple[str, ...] | None  # None if the user has not chosen
 
     def _live_on(self, devices: list[torch.device], deferred_batch_norm: bool | None) -> None:
         """Note the device of each partition, and prepare the process for layers on workers."""
@@ -64,13 +65,16 @@ class Placed(nn.Module):
         begin_numbers(self._chunks)  # nodes made before the first call get numbers above all turns
 
     @property
-    def checkpoint(self) -> str:
-        """Which micro-batches are recomputed. May be assigned between calls."""
+    def checkpoint(self) -> str | tuple[str, ...]:
+        """Which micro-batches are recomputed: in all partitions, or in each one.
+
+        May be assigned between calls.
+        """
         return self._checkpoint or "except_last"
 
     @checkpoint.setter
-    def checkpoint(self, checkpoint: str | None) -> None:
-        self._checkpoint = check_checkpoint(checkpoint)  # None if the user has not chosen
+    def checkpoint(self, checkpoint: str | Sequence[str] | None) -> None:
+        self._checkpoint = check_checkpoints(checkpoint, len(self._partitions))
 
     @property
     def timeout(self) -> float | None:

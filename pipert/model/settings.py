@@ -30,6 +30,18 @@ def check_checkpoint(checkpoint: Any) -> str | None:
     return None if checkpoint is None else str(checkpoint)
 
 
+def check_checkpoints(checkpoint: Any, n: int) -> str | tuple[str, ...] | None:
+    """Return the checkpoint mode of all ``n`` partitions, or the mode of each; else as above."""
+    if not isinstance(checkpoint, (list, tuple)):
+        return check_checkpoint(checkpoint)
+    if len(checkpoint) != n or not {*map(str, checkpoint)}.issubset(_MODES):
+        raise ValueError(
+            f"checkpoint must have one of {_MODES} for each of {n} partitions, got {checkpoint!r}"
+        )
+    modes = tuple(map(str, checkpoint))
+    return modes[0] if len(set(modes)) == 1 else modes
+
+
 def whole(number: Any, what: str) -> int:
     """Return ``number`` as an int; refuse anything else, such as ``2.0`` or ``"2"``."""
     try:

@@ -21,7 +21,7 @@ from pipert.model.cuts import check_cuts, homes, homes_outside_of_layers, layers
 from pipert.model.data_parallel import refuse_data_parallel
 from pipert.model.device_map import hand_back, note_device_map
 from pipert.model.devices import default_devices, parse_devices
-from pipert.model.settings import check_timeout
+from pipert.model.settings import check_checkpoints, check_timeout
 from pipert.model.split import (
     Partition,
     move,
@@ -59,17 +59,17 @@ class ModulePipe(Pipelined):
         *,
         devices: Iterable[Device] | None = None,
         chunks: int = 1,
-        checkpoint: str | None = None,
+        checkpoint: str | Sequence[str] | None = None,
         deferred_batch_norm: bool | None = None,
         timeout: float | None = None,
     ) -> None:
         super().__init__()
         self.chunks = chunks
-        self.checkpoint = checkpoint
         self.timeout = timeout
         refuse_data_parallel(module)
         self._cuts = check_cuts(module, cuts)
         n = len(self._cuts) + 1
+        self._checkpoint = check_checkpoints(checkpoint, n)
         parsed = default_devices(n) if devices is None else parse_devices(devices)
         if len(parsed) < n:
             raise IndexError(

@@ -21,7 +21,7 @@ from pipert.layers.phase import is_recomputing
 from pipert.model.settings import check_timeout, refuse_keywords_of
 from pipert.observe.observers import Observer
 from pipert.pipes.stepping import Steps
-from pipert.schedules.plan import recomputed
+from pipert.schedules.plan import recomputed_in_each
 from pipert.stage.assembly import Model
 from pipert.status import Statistics
 from pipert.timeline.timeline import Timeline, record
@@ -99,7 +99,7 @@ class Pipelined(Steps):
         inputs, sizes = scatter_with_sizes(args, kwargs, chunks)
         deferred = self._deferred_batch_norm and not is_recomputing()
         stats = DeferredStats(self._batch_norm_groups()) if deferred else None
-        checkpointed = recomputed(self.checkpoint, len(inputs))
+        checkpointed = recomputed_in_each(self.checkpoint, len(inputs), len(self._partitions))
         found = self._runtime.call(inputs, checkpointed, stats, seconds, function)
         outputs = gather(found, sizes, join_numbers)
         if stats is not None:
@@ -132,7 +132,8 @@ class Pipelined(Steps):
         values = (as_value(*arguments_of(each)) for each in ready(microbatches))
         if not self._partitions:
             return values
-        return self._runtime.map(values, recomputed(self.checkpoint, 1), seconds)
+        checkpointed = recomputed_in_each(self.checkpoint, 1, len(self._partitions))
+        return self._runtime.map(values, checkpointed, seconds)
 
     def record(self) -> AbstractContextManager[Timeline]:
         """Record what each device does in the calls that begin inside the block.

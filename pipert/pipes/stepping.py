@@ -17,7 +17,7 @@ from pipert.layers.batchnorm import DeferredStats
 from pipert.layers.compiling import refuse_compilation
 from pipert.model.placed import Placed
 from pipert.model.settings import check_timeout, refuse_keywords_of
-from pipert.schedules.plan import BOUNDED, Schedule, maker_of, plan, recomputed
+from pipert.schedules.plan import BOUNDED, Schedule, maker_of, plan, recomputed_in_each
 from pipert.stage.loss import (
     LossFunction,
     StepFunction,
@@ -142,7 +142,7 @@ class Steps(Placed):
         )  # fmt: skip
         m, n = len(inputs), len(self._partitions)
         chosen = self._checkpoint or ("never" if maker_of(schedule) in BOUNDED else "except_last")
-        checkpointed = recomputed(chosen, m)
+        checkpointed = recomputed_in_each(chosen, m, n)
         planned = plan(schedule, m, n, self._runtime.workers, checkpointed)
         run_step = Step(loss, return_outputs)
         deferred = self._deferred_batch_norm

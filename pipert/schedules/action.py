@@ -54,7 +54,7 @@ class Action(NamedTuple):
 
 
 class Size(NamedTuple):
-    """The size of a run."""
+    """The size of a run, in one partition."""
 
     m: int
     """The number of micro-batches."""
@@ -101,17 +101,20 @@ RULES: dict[str, Rule] = {
 Ticks = Iterable[Iterable[Action]]
 
 
-def lay_out(sequences: Sequence[list[Action]], workers: Sequence[int], size: Size) -> Ticks:
+def lay_out(
+    sequences: Sequence[list[Action]], workers: Sequence[int], sizes: Sequence[Size]
+) -> Ticks:
     """Put each action into the earliest possible tick, each sequence in its order.
 
-    ``workers`` names the worker of each sequence. If several of its actions are ready, a worker
-    prefers a backward, which frees memory. Sequences that wait for each other are refused.
+    ``workers`` names the worker of each sequence, ``sizes`` has the size in each partition. If
+    several of its actions are ready, a worker prefers a backward, which frees memory. Sequences
+    that wait for each other are refused.
     """
     done, at = set[Action](), [0] * len(sequences)
     while any(at[s] < len(sequence) for s, sequence in enumerate(sequences)):
         tick: dict[int, tuple[Action, int]] = {}
         for s, sequence in enumerate(sequences):
-            if at[s] < len(sequence) and _is_ready(sequence[at[s]], done, size):
+            if at[s] < len(sequence) and _is_ready(sequence[at[s]], done, sizes):
                 other = tick.get(workers[s])
                 if other is None or _before(sequence[at[s]], other[0]):
                     tick[workers[s]] = sequence[at[s]], s
@@ -124,8 +127,9 @@ def lay_out(sequences: Sequence[list[Action]], workers: Sequence[int], size: Siz
         yield sorted((action for action, _ in tick.values()), key=lambda action: action.j)
 
 
-def _is_ready(action: Action, done: set[Action], size: Size) -> bool:
-    return all(needed in done for needed in RULES[action.kind].needs(action, size))
+def _is_ready(action: Action, done: set[Action], sizes: Sequence[Size]) -> bool:
+    needs = RULES[action.kind].needs(action, sizes[action.j])
+    return all(needed in done for needed in needs)
 
 
 def _before(one: Action, other: Action) -> bool:

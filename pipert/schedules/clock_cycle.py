@@ -33,4 +33,4 @@ def gpipe(m: int, n: int, placement: tuple[int, ...]) -> Ticks:
     """
     tasks = [[(i, j) for i in range(m)] for j in range(n)]
     sequences = [in_turns(pairs, pairs[::-1], m) for pairs in tasks]
-    return lay_out(sequences, placement, Size(m, n, m))
+    return lay_out(sequences, placement, [Size(m, n, m)] * n)

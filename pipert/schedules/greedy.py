@@ -48,7 +48,8 @@ def greedy(
         pass
     workers = sorted(simulation.sequences)
     sequences = [simulation.sequences[worker] for worker in workers]
-    return lay_out(sequences, workers, Size(m, len(placement), m))
+    n = len(placement)
+    return lay_out(sequences, workers, [Size(m, n, m)] * n)
 
 
 class _Simulation:

@@ -35,7 +35,7 @@ def _keeping(m: int, most: Sequence[int], placement: tuple[int, ...]) -> Ticks:
     """Alternate forwards and backwards, after ``most[j]`` forwards in partition ``j``."""
     tasks = [[(i, j) for i in range(m)] for j in range(len(most))]
     sequences = [in_turns(pairs, pairs, ahead) for pairs, ahead in zip(tasks, most, strict=True)]
-    return lay_out(sequences, placement, Size(m, len(most), m))
+    return lay_out(sequences, placement, [Size(m, len(most), m)] * len(most))
 
 
 def interleaved(m: int, n: int, placement: tuple[int, ...]) -> Ticks:
@@ -73,7 +73,7 @@ def interleaved(m: int, n: int, placement: tuple[int, ...]) -> Ticks:
         [action for action in _sequence(r, groups, -(-n // d), d) if action.j < n]
         for r in range(d)
     ]
-    return lay_out(sequences, placement[:d], Size(m, n, m))
+    return lay_out(sequences, placement[:d], [Size(m, n, m)] * n)
 
 
 def _groups(m: int, d: int) -> list[range]:

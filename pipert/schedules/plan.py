@@ -24,7 +24,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import product
 
 from pipert.schedules.action import (
     BACKWARD,
@@ -83,9 +82,9 @@ class Plan:
     """The number of partitions."""
     placement: tuple[int, ...]
     """The worker of each partition."""
-    recomputed: int
-    """The number of micro-batches, from the first, that are recomputed: by an ``R`` in a step, by
-    autograd in the backward of a call."""
+    recomputed: tuple[int, ...]
+    """For each partition, the number of micro-batches, from the first, that are recomputed: by an
+    ``R`` in a step, by autograd in the backward of a call."""
     ticks: tuple[tuple[Action, ...], ...]
     kinds: tuple[str, ...] = STEP
     """The kinds of action that the plan must have. Of another that it has, it has all."""
@@ -95,7 +94,7 @@ class Plan:
     """The position of each action in the order."""
     occurring_kinds: frozenset[str] = field(init=False, repr=False, compare=False)
     """The kinds of action that the plan has, including those that a schedule adds."""
-    _size: Size = field(init=False, repr=False, compare=False)
+    _sizes: tuple[Size, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         # No ``cached_property``: it may take a lock, which a forked child may find held.
@@ -103,7 +102,8 @@ class Plan:
         object.__setattr__(self, "order", order)
         object.__setattr__(self, "positions", {action: k for k, action in enumerate(order)})
         object.__setattr__(self, "occurring_kinds", frozenset([a.kind for a in order]))
-        object.__setattr__(self, "_size", Size(self.m, self.n, self.recomputed))
+        sizes = tuple([Size(self.m, self.n, recomputed) for recomputed in self.recomputed])
+        object.__setattr__(self, "_sizes", sizes)
         self._check()
 
     def _check(self) -> None:
@@ -117,11 +117,13 @@ class Plan:
                     raise ValueError(f"{action} is in tick {k} and needs {missing[0]} before it")
             done.update(tick)
         for kind in dict.fromkeys((*self.kinds, *sorted(self.occurring_kinds))):
-            for i, j in product(range(RULES[kind].count(self._size)), range(self.n)):
-                if Action(kind, i, j) not in done:
-                    raise ValueError(
-                        f"a schedule has each action once, but {Action(kind, i, j)} is not in it"
-                    )
+            for j in range(self.n):
+                for i in range(RULES[kind].count(self._sizes[j])):
+                    if Action(kind, i, j) not in done:
+                        raise ValueError(
+                            f"a schedule has each action once, but {Action(kind, i, j)} is not in "
+                            "it"
+                        )
         for kind in (FORWARD, BACKWARD):
             first, *others = [
                 [a.i for a in self.order if a.kind == kind and a.j == j] for j in range(self.n)
@@ -137,8 +139,8 @@ class Plan:
         self, action: Action, k: int, done: set[Action], busy: dict[int, Action]
     ) -> None:
         kind, i, j = action
-        limit = RULES[kind].count(self._size) if kind in RULES else 0
-        if not (0 <= i < limit and 0 <= j < self.n):
+        is_known = kind in RULES and 0 <= j < self.n
+        if not (is_known and 0 <= i < RULES[kind].count(self._sizes[j])):
             raise ValueError(
                 f"{action} in tick {k} is no action of {self.m} micro-batches, {self.recomputed} "
                 f"of them recomputed, and {self.n} partitions"
@@ -152,7 +154,7 @@ class Plan:
 
     def needs(self, action: Action) -> Iterable[Action]:
         """Return the actions that must be done before ``action`` (rule 2)."""
-        return RULES[action.kind].needs(action, self._size)
+        return RULES[action.kind].needs(action, self._sizes[action.j])
 
     @property
     def goes_back(self) -> bool:
@@ -180,7 +182,7 @@ def plan(
     m: int,
     n: int,
     placement: Sequence[int] | None = None,
-    recomputed: int = 0,
+    recomputed: int | Sequence[int] = 0,
 ) -> Plan:
     """Return the plan of a step, checked against the rules.
 
@@ -193,8 +195,9 @@ def plan(
         m: the number of micro-batches.
         n: the number of partitions.
         placement: the worker of each partition; by default each has its own.
-        recomputed: the number of micro-batches, from the first, that are recomputed. The ``R`` of
-            the others are left out, and what comes after them moves up.
+        recomputed: the number of micro-batches, from the first, that are recomputed; or one for
+            each partition. The ``R`` of the others are left out, and what comes after them moves
+            up.
 
     Raises:
         ValueError: there is no schedule of that name, or it breaks a rule.
@@ -202,14 +205,25 @@ def plan(
     """
     maker = maker_of(schedule)
     placement = tuple(range(n) if placement is None else placement)
+    each = _each(recomputed, n)
     if maker in NAMED.values():
-        return _named(maker, m, n, placement, recomputed, STEP)
-    return _plan(_made(maker, m, n, placement), m, n, placement, recomputed, STEP)
+        return _named(maker, m, n, placement, each, STEP)
+    return _plan(_made(maker, m, n, placement), m, n, placement, each, STEP)
 
 
 def recomputed(checkpoint: str, m: int) -> int:
     """Return how many of ``m`` micro-batches, counted from the first, are recomputed."""
     return {"always": m, "except_last": m - 1, "never": 0}[checkpoint]
+
+
+def recomputed_in_each(checkpoint: str | Sequence[str], m: int, n: int) -> tuple[int, ...]:
+    """Return the same for each of ``n`` partitions, given one mode or the mode of each."""
+    modes = [checkpoint] * n if isinstance(checkpoint, str) else checkpoint
+    return tuple([recomputed(mode, m) for mode in modes])
+
+
+def _each(recomputed: int | Sequence[int], n: int) -> tuple[int, ...]:
+    return (recomputed,) * n if isinstance(recomputed, int) else tuple(recomputed)
 
 
 def maker_of(schedule: str | Schedule) -> Schedule:
@@ -226,9 +240,11 @@ def maker_of(schedule: str | Schedule) -> Schedule:
     return schedule
 
 
-def plan_call(m: int, n: int, placement: Sequence[int], recomputed: int = 0) -> Plan:
+def plan_call(
+    m: int, n: int, placement: Sequence[int], recomputed: int | Sequence[int] = 0
+) -> Plan:
     """Plan a call: the clock-cycle, whose backward is left to autograd."""
-    return _named(clock_cycle, m, n, tuple(placement), recomputed, CALL)
+    return _named(clock_cycle, m, n, tuple(placement), _each(recomputed, n), CALL)
 
 
 def _made(maker: Schedule, m: int, n: int, placement: tuple[int, ...]) -> Made:
@@ -237,8 +253,8 @@ def _made(maker: Schedule, m: int, n: int, placement: tuple[int, ...]) -> Made:
     return tuple([tuple([Action(*action) for action in tick]) for tick in maker(m, n, placement)])
 
 
-def _check_size(m: int, n: int, recomputed: int = 0) -> None:
-    if m < 1 or n < 1 or not 0 <= recomputed <= m:
+def _check_size(m: int, n: int, recomputed: tuple[int, ...] = ()) -> None:
+    if m < 1 or n < 1 or not all(0 <= each <= m for each in recomputed):
         raise ValueError(
             "m and n must be positive and recomputed at most m, got "
             f"m={m}, n={n} and recomputed={recomputed}"
@@ -251,7 +267,7 @@ def _named(
     m: int,
     n: int,
     placement: tuple[int, ...],
-    recomputed: int,
+    recomputed: tuple[int, ...],
     kinds: tuple[str, ...],
 ) -> Plan:
     """Plan with a schedule of pipert's. A user's function is not cached: it may hold anything."""
@@ -265,17 +281,18 @@ def _plan(
     m: int,
     n: int,
     placement: tuple[int, ...],
-    recomputed: int,
+    recomputed: tuple[int, ...],
     kinds: tuple[str, ...],
 ) -> Plan:
     _check_size(m, n, recomputed)
     if RECOMPUTE not in kinds:
         return Plan(m, n, placement, recomputed, ticks, kinds)
-    whole = Plan(m, n, placement, m, ticks, kinds)  # checked before anything is left out
-    if recomputed == m:
+    whole = Plan(m, n, placement, (m,) * n, ticks, kinds)  # checked before anything is left out
+    if recomputed == whole.recomputed:
         return whole
-    kept = [a for a in whole.order if a.kind != RECOMPUTE or a.i < recomputed]
+    kept = [a for a in whole.order if a.kind != RECOMPUTE or a.i < recomputed[a.j]]
     workers = sorted(set(placement))
     orders = [[a for a in kept if placement[a.j] == worker] for worker in workers]
-    kept_ticks = tuple([tuple(tick) for tick in lay_out(orders, workers, Size(m, n, recomputed))])
+    sizes = [Size(m, n, each) for each in recomputed]
+    kept_ticks = tuple([tuple(tick) for tick in lay_out(orders, workers, sizes)])
     return Plan(m, n, placement, recomputed, kept_ticks, kinds)

@@ -16,7 +16,7 @@ from pipert.autograd import order
 from pipert.autograd.engine import differentiate
 from pipert.autograd.leaves import Behind, is_in_python, leaves_behind
 from pipert.autograd.recompute import Graph
-from pipert.autograd.weight_gradients import NONE_PUT_OFF, put_off
+from pipert.autograd.weight_gradients import put_off
 from pipert.batch.tensors import alone
 from pipert.layers.nested_checkpoint import refuse_reentrant_checkpoint
 from pipert.schedules.action import BACKWARD, Action
@@ -90,18 +90,20 @@ def differentiate_graph(
         behind = look(ends)
     leaves = behind.leaves
     refuse_hooked(cut, leaves)
-    put = NONE_PUT_OFF
     if cut.puts_off:
         put, leaves = put_off(behind, ends)
-    wanted = (*graph.xs, *leaves, *[use.node for use in put.uses])
-    found: Gradients = (None,) * len(wanted)
-    k, end = len(graph.xs), len(graph.xs) + len(leaves)
-    try:
-        found = gradients_of(stage, wanted, ys, given, behind)
-    finally:
-        later = put.end(found[end:])
-    cut.later.setdefault(i, []).extend(later)
-    return tuple([None if dx is None else alone(dx) for dx in found[:k]]), leaves, found[k:end]
+        wanted = (*graph.xs, *leaves, *[use.node for use in put.uses])
+        found: Gradients = (None,) * len(wanted)
+        try:
+            found = gradients_of(stage, wanted, ys, given, behind)
+        finally:
+            later = put.end(found[len(found) - len(put.uses) :])
+        cut.later.setdefault(i, []).extend(later)
+    else:
+        found = gradients_of(stage, (*graph.xs, *leaves), ys, given, behind)
+    k = len(graph.xs)
+    dxs = tuple([None if dx is None else alone(dx) for dx in found[:k]])
+    return dxs, leaves, found[k : k + len(leaves)]
 
 
 _node: Callable[[Any], Any] = attrgetter("node")

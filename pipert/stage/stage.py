@@ -114,7 +114,8 @@ class Stage:
         self.outcome = self.run.outcome
         self.cut = cut = self.ends if isinstance(self.ends, StepBoundary) else None
         self.loss = cut.compute_loss if cut and self.place.is_last else None
-        self.recomputed = self.run.plan.recomputed if self.run.context.grad_enabled else 0
+        has_grad = self.run.context.grad_enabled
+        self.recomputed = self.run.plan.recomputed[self.place.j] if has_grad else 0
         if self.skips is not None:
             self.arriving, self.leaving = self.skips.arriving, self.skips.leaving
         self._versions = [version(weight) for weight in self.borrowed]

@@ -90,7 +90,7 @@ class StepBoundary:
         self._is_last = place.is_last
         self._place = place
         self._devices = run.devices
-        self._recomputed = run.plan.recomputed
+        self._recomputed = run.plan.recomputed[place.j]
         self._hooks = run.context.saved_tensor_hooks
         self._seed = run.seed
         self.copies = copies

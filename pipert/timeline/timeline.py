@@ -14,6 +14,7 @@ from pipert.observe.event import KINDS, Event
 from pipert.observe.notifier import Counters
 from pipert.observe.recorder import Recording
 from pipert.timeline.chrome import chrome_trace
+from pipert.timeline.fit import Fitted, fit
 from pipert.timeline.picture import save_picture
 from pipert.timeline.report import Report, make_report
 
@@ -74,11 +75,6 @@ class Timeline:
         return self._devices
 
     @property
-    def workers(self) -> tuple[int, ...]:
-        """The worker of each partition, counted from 0."""
-        return self._workers
-
-    @property
     def lanes(self) -> tuple[str, ...]:
         """The workers' names: ``'cuda:0'``, or ``'cpu 0'`` for a logical CPU device."""
         names = {
@@ -118,6 +114,32 @@ class Timeline:
             self.events, self.lanes, self._workers, self._devices, self.layer_seconds,
             self._chunks, self.steps, self.failed,
         )  # fmt: skip
+
+    def fit(self, memory: int | None = None) -> Fitted:
+        """Make the schedule that is predicted to be fastest for what was measured.
+
+        ::
+
+            with pipe.record() as timeline:
+                pipe.forward_backward(x, target=target, loss_fn=loss_fn, schedule="zb-h1")
+            schedule = timeline.fit(memory=6)
+            print(schedule)
+            pipe.forward_backward(x, target=target, loss_fn=loss_fn, schedule=schedule)
+
+        Takes the medians of each partition's forward, recomputation, backward, gradients of
+        weights, and copies. Record a few steps once the pipe is warm, so that they leave delays
+        out, under a schedule that puts gradients of weights off, such as ``'zb-h1'``: the others do
+        not show how long these take.
+
+        Args:
+            memory: how many micro-batches each device may keep, from their forward to the gradients
+                of their weights. Default: ``2 * d - 1`` on ``d`` devices, like ``'zb-h2'``; more do
+                not help where all partitions take the same time.
+
+        Raises:
+            ValueError: the timeline has no such step, or ``memory`` is below 1.
+        """
+        return fit(self.events, self.report(), self._workers, memory)
 
     def save(self, path: str | Path) -> None:
         """Write a trace that Perfetto (https://ui.perfetto.dev) and ``chrome://tracing`` open.

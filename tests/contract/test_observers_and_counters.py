@@ -84,7 +84,7 @@ def test_a_failure_is_told_and_counted_once_with_its_task(way: Way, phase: str) 
         with pytest.raises(ValueError, match="no"):
             take_step(pipe, way, batch(2 * M))
         seen = pipe.statistics()
-    first = M - 1 if phase == "backward" and way.schedule in (CALL, "gpipe") else 0
+    first = M - 1 if phase != "forward" and way.schedule in (CALL, "gpipe") else 0
     is_task = way.schedule != CALL or phase != "backward"
     fails_run = way.schedule != CALL or phase == "forward"
     task = TaskInfo(0, phase, 1, first, CPU)

@@ -84,8 +84,8 @@ OF_RUNS = [
         "except-last-of-those-asked-for", "pipert/pipes/pipelined.py",
         "`except_last` counts the requested chunks: with fewer rows the last micro-batch is "
         "recomputed, too",
-        "recomputed(self.checkpoint, len(inputs))",
-        "min(len(inputs), recomputed(self.checkpoint, self._chunks))",
+        "recomputed_in_each(self.checkpoint, len(inputs), len(self._partitions))",
+        "recomputed_in_each(self.checkpoint, self._chunks, len(self._partitions))",
         ("tests/test_microbatch.py", "tests/layers/test_call.py"),
     ),
 ]  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -23,7 +24,7 @@ def ticks(*texts: str) -> tuple[tuple[Action, ...], ...]:
 
 
 def schedule(*texts: str, m: int = 1, n: int = 2, recomputed: int = 0) -> Plan:
-    return Plan(m, n, tuple(range(n)), recomputed, ticks(*texts))
+    return Plan(m, n, tuple(range(n)), (recomputed,) * n, ticks(*texts))
 
 
 def grid(*rows: str) -> str:
@@ -228,5 +229,6 @@ def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
     ("m", "n", "recomputed"), [(0, 1, 0), (1, 0, 0), (-1, 2, 0), (2, 2, 3), (2, 2, -1)]
 )
 def test_bad_numbers_are_refused(m: int, n: int, recomputed: int) -> None:
-    with pytest.raises(ValueError, match=f"m={m}, n={n} and recomputed={recomputed}"):
+    each = re.escape(str((recomputed,) * n))
+    with pytest.raises(ValueError, match=f"m={m}, n={n} and recomputed={each}"):
         plan("1f1b", m, n, recomputed=recomputed)

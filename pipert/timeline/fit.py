@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from statistics import median
-from typing import TYPE_CHECKING
 
 from pipert.observe.event import COPY
+from pipert.observe.event import WEIGHT as PUT_OFF
+from pipert.observe.event import Event
 from pipert.schedules.action import BACKWARD, FORWARD, RECOMPUTE, WEIGHT, Action, Ticks
 from pipert.schedules.greedy import greedy
 from pipert.schedules.one_f_one_b import eager_one_f_one_b, one_f_one_b
 from pipert.schedules.plan import Plan, Schedule, plan
 from pipert.schedules.simulate import simulate
 from pipert.schedules.zero_bubble import zero_bubble_1, zero_bubble_2
+from pipert.timeline.report import Report
 
-if TYPE_CHECKING:
-    from pipert.timeline.timeline import Timeline
-
-__all__ = ["Fitted", "Prediction", "fit"]
+__all__ = ["Fitted", "Prediction"]
 
 _NAMED = {
     "1f1b": one_f_one_b,
@@ -59,8 +58,8 @@ class _Times:
         recompute = self.actions[action.j][RECOMPUTE] if action.kind == BACKWARD else 0.0
         return self.of(action) + recompute
 
-    def recomputed(self, m: int) -> int:
-        return m if any(each[RECOMPUTE] for each in self.actions) else 0
+    def recomputed(self, m: int) -> tuple[int, ...]:
+        return tuple([m if each[RECOMPUTE] else 0 for each in self.actions])
 
     def copying(self, j: int, to: int) -> float:
         return self.copies.get((j, to), 0.0)
@@ -163,46 +162,25 @@ def _kept(made: Plan, last: str) -> Counter[int]:
     return most
 
 
-def fit(timeline: Timeline, memory: int | None = None) -> Fitted:
-    """Make the schedule that is predicted to be fastest for what a timeline has measured.
-
-    ::
-
-        with pipe.record() as timeline:
-            pipe.forward_backward(x, target=target, loss_fn=loss_fn, schedule="zb-h1")
-        schedule = pipert.schedules.fit(timeline, memory=6)
-        print(schedule)
-        pipe.forward_backward(x, target=target, loss_fn=loss_fn, schedule=schedule)
-
-    Takes the medians of each partition's forward, recomputation, backward, gradients of weights,
-    and copies. Record a few steps once the pipe is warm; with several, medians leave delays out.
-
-    Args:
-        timeline: a recording of steps under a schedule that puts gradients of weights off, such as
-            ``'zb-h1'``, since the others do not show how long these take.
-        memory: how many micro-batches each device may keep, from their forward to the gradients of
-            their weights; ``'1f1b'`` keeps one for each device. Default: ``2 * d - 1`` on ``d``
-            devices, like ``'zb-h2'``. More do not help where all partitions take the same time.
-
-    Raises:
-        ValueError: the timeline has no such step, or ``memory`` is below 1.
-    """
+def fit(
+    events: Sequence[Event], report: Report, placement: tuple[int, ...], memory: int | None
+) -> Fitted:
+    """Make a schedule, see :meth:`Timeline.fit`."""
     if memory is not None and memory < 1:
         raise ValueError(f"memory is a number of micro-batches, and at least 1, got {memory}")
-    if not any(event.kind == "weight gradient" for event in timeline.events):
+    if not any(event.kind == PUT_OFF for event in events):
         raise ValueError(
             "the timeline has no gradients of weights that were put off; record steps of "
             "forward_backward(schedule='zb-h1')"
         )
-    report = timeline.report()
     actions = tuple([
         {FORWARD: cost.forward, RECOMPUTE: cost.recompute, BACKWARD: cost.backward,
          WEIGHT: cost.weight}
         for cost in report.costs
     ])  # fmt: skip
     copies: dict[tuple[int, int], list[float]] = {}
-    for event in timeline.events:
-        if event.kind == COPY and event.origin not in (None, event.partition):
+    for event in events:
+        if event.kind == COPY and event.origin is not None and event.origin != event.partition:
             copies.setdefault((event.origin, event.partition), []).append(event.seconds)
     times = _Times(actions, {pair: median(seconds) for pair, seconds in copies.items()})
-    return Fitted(times, report.micro_batches, tuple(timeline.workers), memory)
+    return Fitted(times, report.micro_batches, placement, memory)

@@ -8,11 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from pipert import Pipe
+from pipert import Pipe, Timeline
 from pipert.observe.event import Event
-from pipert.schedules import fit, plan
-from pipert.schedules.fit import Fitted
-from pipert.timeline.timeline import Timeline
+from pipert.schedules import plan
+from pipert.timeline import Fitted
 from tests.contract.ways import MODES, grads_of, linear, mean, same
 
 
@@ -37,7 +36,7 @@ def predicted(fitted: Fitted) -> dict[str, float]:
 
 
 def test_predictions_of_equal_partitions_are_those_of_the_formulas() -> None:
-    found = predicted(fit(timeline(EQUAL, m=8)))
+    found = predicted(timeline(EQUAL, m=8).fit())
     assert found["1f1b"] == 3 * (8 + 3)
     assert found["zb-h2"] == 3 * 8 + 3  # only the fill is left
     assert found["fitted"] <= min(found.values())
@@ -51,7 +50,7 @@ def test_predictions_of_equal_partitions_are_those_of_the_formulas() -> None:
 def test_no_device_keeps_more_than_is_allowed_and_more_is_not_slower(
     seconds: list[tuple[float, float, float]], memory: int, copying: float
 ) -> None:
-    less, more = (fit(timeline(seconds, copying), memory=k) for k in (memory, memory + 1))
+    less, more = (timeline(seconds, copying).fit(memory=k) for k in (memory, memory + 1))
     assert max(less.predictions[0].kept) <= memory
     assert predicted(more)["fitted"] <= predicted(less)["fitted"]
     assert predicted(less)["fitted"] == min(predicted(less).values())
@@ -61,7 +60,7 @@ def test_no_device_keeps_more_than_is_allowed_and_more_is_not_slower(
 @pytest.mark.parametrize("m", [1, 3, 8])
 def test_the_schedule_takes_any_number_of_micro_batches(m: int, placement: tuple[int, ...]) -> None:
     recorded = timeline(EQUAL)
-    fitted = fit(Timeline(recorded.events, ["cpu"] * 4, workers=placement, steps=[0]))
+    fitted = Timeline(recorded.events, ["cpu"] * 4, workers=placement, steps=[0]).fit()
     made = plan(fitted, m, 4, placement)  # checks the rules
     assert len(made) == m * 4 * 3  # F, B and W
 
@@ -78,12 +77,12 @@ def test_a_fitted_step_is_that_of_1f1b(checkpoint: str) -> None:
         with pipe.record() as recording:
             pipe.forward_backward(x, loss_fn=mean, schedule="zb-h1")
         layers.zero_grad()
-        pipe.forward_backward(x, loss_fn=mean, schedule=fit(recording, memory=2))
+        pipe.forward_backward(x, loss_fn=mean, schedule=recording.fit(memory=2))
     same(grads_of(layers), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_it_prints_what_it_predicts() -> None:
-    lines = str(fit(timeline(EQUAL, m=8), memory=4)).splitlines()
+    lines = str(timeline(EQUAL, m=8).fit(memory=4)).splitlines()
     assert [line.split()[0] for line in lines] == ["predicted", "fitted", "1f1b", "zb-h1"]
     assert lines[2] == "1f1b         33000.000  4, 3, 2, 1"
 
@@ -92,8 +91,8 @@ def test_what_cannot_be_fitted_is_refused() -> None:
     recorded = timeline(EQUAL)
     without = [event for event in recorded.events if event.kind != "weight gradient"]
     with pytest.raises(ValueError, match="no gradients of weights that were put off; record"):
-        fit(Timeline(without, ["cpu"] * 4, steps=[0]))
+        Timeline(without, ["cpu"] * 4, steps=[0]).fit()
     with pytest.raises(ValueError, match="at least 1, got 0"):
-        fit(recorded, memory=0)
+        recorded.fit(memory=0)
     with pytest.raises(ValueError, match="fitted to partitions on the workers"):
-        plan(fit(recorded), 4, 4, (0, 0, 1, 1))
+        plan(recorded.fit(), 4, 4, (0, 0, 1, 1))
