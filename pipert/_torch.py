@@ -16,6 +16,7 @@ from __future__ import annotations
 import importlib
 import operator
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -221,6 +222,8 @@ function_modes: Get = _needed("torch.overrides:_get_current_function_mode_stack"
 dispatch_modes: Get = _needed("torch.utils._python_dispatch:_get_current_dispatch_mode_stack")
 push_dispatch_mode: Callable[[Any], None] = _needed("torch.utils._python_dispatch:_push_mode")
 pop_dispatch_mode: Get = _needed("torch.utils._python_dispatch:_pop_mode")
+DispatchMode: Any = _or(nullcontext, "torch.utils._python_dispatch:TorchDispatchMode")
+"""A mode in which a method carries out each operation. With the fallback nothing calls it."""
 
 # torch.func and tools that make graphs ------------------------------------------------------------
 

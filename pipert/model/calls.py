@@ -8,13 +8,15 @@ need not be compiled again because of another hook.
 from __future__ import annotations
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from pipert._torch import DispatchMode, storage_of
 from pipert._typing import Value
 from pipert.batch.microbatch import Arguments, arguments_of
 from pipert.batch.tensors import tensors_of
@@ -29,8 +31,8 @@ def order_of_calls(
 ) -> list[str]:
     """Return the names of those ``layers`` that the model calls, in the order of first calls.
 
-    Runs one forward without gradients, in the model's current mode and on its device. Buffers and
-    torch's random state are restored; anything else that the model keeps from a call stays.
+    Runs one forward without gradients, in the model's current mode and on its device. Parameters,
+    buffers and torch's random state are restored; what else the model keeps from a call stays.
 
     Args:
         model: the model; the example moves to the device of its first parameter.
@@ -47,8 +49,13 @@ def order_of_calls(
     args, kwargs = arguments_of(example)
     if device is not None:
         args, kwargs = settled(Arguments(args, kwargs), device)
+    keeping = _KeepingParameters(model)
     with intercepted(layers.values(), first_calls), unchanged(model), torch.no_grad():
-        model(*args, **kwargs)
+        try:
+            with keeping:
+                model(*args, **kwargs)
+        finally:
+            keeping.restore()
     return list(first_calls.found)
 
 
@@ -63,6 +70,34 @@ class _FirstCalls:
         if module in self._names:  # others belong to a pipe
             self.found.setdefault(self._names[module])
         return call(*args, **kwargs)
+
+
+class _KeepingParameters(DispatchMode):  # type: ignore[misc]
+    """Copies parameters before an operation changes them, such as the codebook of a quantiser."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._left = defaultdict[int, list[nn.Parameter]](list)  # by the storage
+        for parameter in model.parameters():
+            if parameter.layout == torch.strided and not parameter.is_meta:
+                self._left[storage_of(parameter)].append(parameter)
+        self._copies: list[tuple[nn.Parameter, Tensor]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func.name().partition(".")[0].endswith("_") or "out" in kwargs:
+            for tensor in tensors_of((args, kwargs))[0]:
+                strided = tensor.layout == torch.strided and not tensor.is_meta
+                for changed in self._left.pop(storage_of(tensor), ()) if strided else ():
+                    self._copies.append((changed, changed.detach().clone()))
+        return func(*args, **kwargs)
+
+    def restore(self) -> None:
+        """Restore the parameters that were changed."""
+        for parameter, copy in self._copies:
+            parameter.data.copy_(copy)
 
 
 def settled(value: Value, device: torch.device) -> Value:

@@ -109,6 +109,30 @@ def test_a_dry_run_calls_layers_of_a_pipe_as_usual() -> None:
     assert model.b._compiled_call_impl is before
 
 
+class Codebook(nn.Module):
+    """Moves its parameters in its forward, in three ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.renormalised = nn.Embedding(4, 3, max_norm=0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.a.weight.data[0].copy_(x[0])
+        self.a.bias.requires_grad_(False).add_(1)
+        torch.add(self.b.bias, 1, out=self.b.bias)
+        y: Tensor = self.b(self.a(x)) + self.renormalised(torch.arange(4)).sum(0)
+        return y
+
+
+def test_parameters_that_the_model_changes_are_restored() -> None:
+    model = Codebook()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    order_of_calls(model, {"a": model.a, "b": model.b}, torch.randn(2, 3))
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
 def test_lazy_parameters_are_refused() -> None:
     model = Backwards()
     model.a = nn.Sequential(nn.LazyLinear(4))
