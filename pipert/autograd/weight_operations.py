@@ -11,8 +11,9 @@ from torch import Tensor
 
 __all__: list[str] = []
 
-ToWeight = Callable[[Tensor, Tensor], Tensor]
-"""Computes the gradient of a weight from the input and the gradient of one of its uses."""
+ToWeight = Callable[[Tensor, Tensor, bool], tuple[Tensor, ...]]
+"""Computes the gradient of a weight from the input and the gradient of one of its uses; if the
+flag is set, that of the bias as well."""
 
 
 class Rule(NamedTuple):
@@ -20,9 +21,10 @@ class Rule(NamedTuple):
 
     place: int
     """The place of the weight among the inputs of the node."""
-    saved: str | None
-    """The name of the input that the weight meets, among what the node saves; ``None`` if its
-    gradient depends on ``dy`` alone."""
+    bias: int | None
+    """The place of a bias that is put off together with the weight."""
+    saved: str
+    """The name of the input that the weight meets, among what the node saves."""
     make: Callable[[Any, bool, Tensor], ToWeight | None]
     """Takes the node, whether the weight is transposed on the way, and the weight."""
 
@@ -33,13 +35,13 @@ def _of_product(node: Any, is_transposed: bool, _: Tensor) -> ToWeight | None:
     return _transposed_product if is_transposed else _product
 
 
-def _product(x: Tensor, dy: Tensor) -> Tensor:
-    return x.mH @ dy
+def _product(x: Tensor, dy: Tensor, _: bool) -> tuple[Tensor, ...]:
+    return (x.mH @ dy,)
 
 
-def _transposed_product(x: Tensor, dy: Tensor) -> Tensor:
+def _transposed_product(x: Tensor, dy: Tensor, _: bool) -> tuple[Tensor, ...]:
     """Compute the same, in the layout of the weight once it is transposed back."""
-    return (dy.t() @ x.conj()).t()
+    return ((dy.t() @ x.conj()).t(),)
 
 
 def _of_convolution(node: Any, is_transposed: bool, weight: Tensor) -> ToWeight | None:
@@ -52,27 +54,20 @@ def _of_convolution(node: Any, is_transposed: bool, weight: Tensor) -> ToWeight 
 _SETTINGS = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
 
 
-def _convolved(weight: Tensor, settings: list[Any], x: Tensor, dy: Tensor) -> Tensor:
+def _convolved(
+    weight: Tensor, settings: list[Any], x: Tensor, dy: Tensor, has_bias: bool
+) -> tuple[Tensor, ...]:
     w = weight if weight.dtype == x.dtype else torch.empty_like(weight, dtype=x.dtype)
-    found: Tensor
-    _, found, _ = torch.ops.aten.convolution_backward(
-        dy, x, w, None, *settings, [False, True, False]
+    _, of_weight, of_bias = torch.ops.aten.convolution_backward(
+        dy, x, w, [dy.shape[1]], *settings, [False, True, has_bias]
     )
-    return found
-
-
-def _of_bias(node: Any, is_transposed: bool, _: Tensor) -> ToWeight | None:
-    return None if is_transposed else _summed
-
-
-def _summed(_: Tensor, dy: Tensor) -> Tensor:
-    return dy.sum((0, *range(2, dy.dim())))
+    return (of_weight, of_bias) if has_bias else (of_weight,)
 
 
 RULES = {
-    "AddmmBackward0": (Rule(2, "mat1", _of_product),),
-    "MmBackward0": (Rule(1, "self", _of_product),),
+    "AddmmBackward0": Rule(2, None, "mat1", _of_product),
+    "MmBackward0": Rule(1, None, "self", _of_product),
     # On CPU the gradient of the bias alone takes as long as with that of the weight.
-    "ConvolutionBackward0": (Rule(1, "input", _of_convolution), Rule(2, None, _of_bias)),
+    "ConvolutionBackward0": Rule(1, 2, "input", _of_convolution),
 }
 """By the name of a node. A node of another name computes all its gradients in ``B``."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -16,7 +17,7 @@ from pipert.autograd import order
 from pipert.autograd.engine import differentiate
 from pipert.autograd.leaves import Behind, is_in_python, leaves_behind
 from pipert.autograd.recompute import Graph
-from pipert.autograd.weight_gradients import put_off
+from pipert.autograd.weight_gradients import PutOff
 from pipert.batch.tensors import alone
 from pipert.layers.nested_checkpoint import refuse_reentrant_checkpoint
 from pipert.schedules.action import BACKWARD, Action
@@ -90,20 +91,16 @@ def differentiate_graph(
         behind = look(ends)
     leaves = behind.leaves
     refuse_hooked(cut, leaves)
+    run = partial(gradients_of, stage, behind)
     if cut.puts_off:
-        put, leaves = put_off(behind, ends)
-        wanted = (*graph.xs, *leaves, *[use.node for use in put.uses])
-        found: Gradients = (None,) * len(wanted)
-        try:
-            found = gradients_of(stage, wanted, ys, given, behind)
-        finally:
-            later = put.end(found[len(found) - len(put.uses) :])
+        put_off = PutOff(behind, ends)
+        leaves = put_off.leaves
+        found, later = put_off.differentiate(run, (*graph.xs, *leaves), ys, given)
         cut.later.setdefault(i, []).extend(later)
     else:
-        found = gradients_of(stage, (*graph.xs, *leaves), ys, given, behind)
+        found = run((*graph.xs, *leaves), ys, given)
     k = len(graph.xs)
-    dxs = tuple([None if dx is None else alone(dx) for dx in found[:k]])
-    return dxs, leaves, found[k : k + len(leaves)]
+    return tuple([None if dx is None else alone(dx) for dx in found[:k]]), leaves, found[k:]
 
 
 _node: Callable[[Any], Any] = attrgetter("node")
@@ -111,10 +108,10 @@ _node: Callable[[Any], Any] = attrgetter("node")
 
 def gradients_of(
     stage: Stage,
+    behind: Behind,
     wanted: Sequence[Any],
     ys: Sequence[Any],
     dys: Sequence[Tensor],
-    behind: Behind,
 ) -> Gradients:
     """Differentiate ``ys`` by ``wanted`` on this thread.
 

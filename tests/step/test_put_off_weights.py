@@ -13,8 +13,10 @@ import pipert
 from pipert import Pipe
 from pipert._torch import node_count
 from pipert.autograd import weight_gradients, weight_operations
+from pipert.autograd.engine import differentiate
 from pipert.autograd.leaves import leaves_behind
-from pipert.autograd.weight_gradients import put_off
+from pipert.autograd.weight_gradients import PutOff
+from pipert.autograd.weight_uses import find_uses
 from pipert.stage import actions
 from tests.activations import Activations
 from tests.contract.ways import MODES, grads_of, linear, mean, same
@@ -74,9 +76,10 @@ def test_uses_in_a_graph_of_the_caller_s_are_not_put_off() -> None:
     begin = node_count()
     y = own(from_caller)
     ends: Any = [y.grad_fn]
-    put, leaves = put_off(leaves_behind(ends, (), range(begin, node_count())), ends)
-    assert [use.weight is own.weight for use in put.uses] == [True]
-    assert any(leaf is callers.weight for leaf in leaves)
+    behind = leaves_behind(ends, (), range(begin, node_count()))
+    (use,) = find_uses(behind, ends)
+    assert use.weight.leaf is own.weight
+    assert any(leaf is callers.weight for leaf in PutOff(behind, ends).leaves)
 
 
 class WeighsByAGradient(nn.Module):
@@ -99,6 +102,53 @@ class WeighsByAGradient(nn.Module):
         out.register_hook(weigh)  # type: ignore[no-untyped-call]
         y: Tensor = out + side
         return y
+
+
+class WeighsAtItsEnd(nn.Module):
+    """The same, through the product that is the end of the partition."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.inner = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inner(x)
+        other = (y * 5).sum()
+        weights = list(self.inner.parameters())
+
+        is_inner: list[bool] = []
+
+        def weigh(grad: Tensor) -> Tensor:
+            if is_inner:
+                return grad
+            is_inner.append(True)
+            found = torch.autograd.grad(other, weights, retain_graph=True)
+            is_inner.clear()
+            weighed: Tensor = grad * found[0].norm()
+            return weighed
+
+        y.register_hook(weigh)  # type: ignore[no-untyped-call]
+        return y
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("kind", ["Linear", "Conv1d"])
+def test_a_backward_through_the_end_within_the_backward_changes_nothing(
+    kind: str, checkpoint: str
+) -> None:
+    make: Any = {
+        "Linear": lambda: nn.Linear(3, 3, bias=False, dtype=torch.float64),
+        "Conv1d": lambda: nn.Conv1d(4, 4, 1, dtype=torch.float64),
+    }[kind]
+    x, found = torch.randn(4, 4, 3, dtype=torch.float64), list[Any]()
+    x = x if kind == "Conv1d" else x[0]
+    for schedule in ("1f1b", "zb-h1"):
+        torch.manual_seed(0)
+        layers = nn.Sequential(WeighsAtItsEnd(make()), linear(3, 3))
+        with piped("Pipe", layers, chunks=2, checkpoint=checkpoint) as pipe:
+            pipe.forward_backward(x, loss_fn=mean, schedule=schedule)
+        found.append(grads_of(layers))
+    same(found[1], found[0], rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("first", [nn.Identity, lambda: linear(3, 3)])
@@ -180,10 +230,10 @@ def test_memory_is_freed_weight_by_weight(monkeypatch: pytest.MonkeyPatch) -> No
     inputs, alive = Activations(), list[int]()
     real = weight_operations._transposed_product
 
-    def product(x: Tensor, dy: Tensor) -> Tensor:
+    def product(x: Tensor, dy: Tensor, has_bias: bool) -> Any:
         gc.collect()
         alive.append(inputs.now())
-        return real(x, dy)
+        return real(x, dy, has_bias)
 
     monkeypatch.setattr(weight_operations, "_transposed_product", product)
     layers = nn.Sequential(*[Counts(inputs) for _ in range(5)], nn.Identity())
@@ -198,9 +248,10 @@ def test_a_gradient_that_is_kept_keeps_no_larger_one() -> None:
     layer, x = linear(3, 3), torch.randn(2, 3, dtype=torch.float64)
     y = torch.cat([layer(x), torch.randn(2, 1000, dtype=torch.float64)], 1)
     ends: Any = [y.grad_fn]
-    put, leaves = put_off(leaves_behind(ends), ends)
-    (use,) = put.uses
-    wanted = [*leaves, use.node]
-    found = torch.autograd.grad(y, wanted, torch.ones_like(y), allow_unused=True)
-    (use,) = put.end(found[len(leaves) :])
-    assert use.dy is not None and use.dy.tensor.untyped_storage().nbytes() == 2 * 3 * 8
+    put_off = PutOff(leaves_behind(ends), ends)
+
+    def run(wanted: Any, ys: Any, dys: Any) -> Any:
+        return differentiate(ys, wanted, dys)
+
+    _, (later,) = put_off.differentiate(run, put_off.leaves, [y], [torch.ones_like(y)])
+    assert later.dy.tensor.untyped_storage().nbytes() == 2 * 3 * 8

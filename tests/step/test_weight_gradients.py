@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import pipert
 from pipert import Pipe
 from pipert.autograd.leaves import leaves_behind
-from pipert.autograd.weight_gradients import put_off
+from pipert.autograd.weight_gradients import PutOff
+from pipert.autograd.weight_uses import find_uses
 from tests.activations import Activations
 from tests.contract.ways import MODES, grads_of, linear, mean, same
 
@@ -27,9 +28,11 @@ ZB = ["zb-h1", "zb-h2"]
 def put_off_of(module: nn.Module, y: Tensor) -> set[str]:
     """Returns the names of the parameters whose gradients are put off."""
     ends: Any = [y.grad_fn]
-    later, leaves = put_off(leaves_behind(ends), ends)
     names = {id(parameter): name for name, parameter in module.named_parameters()}
-    found = {names[id(one.weight)] for one in later.uses}
+    uses = find_uses(leaves_behind(ends), ends)
+    ways = [way for use in uses for way in (use.weight, use.bias) if way is not None]
+    found = {names[id(way.leaf)] for way in ways}
+    leaves = PutOff(leaves_behind(ends), ends).leaves
     assert found.isdisjoint({names[id(leaf)] for leaf in leaves if id(leaf) in names})
     return found
 

@@ -1,0 +1,165 @@
+"""Finds the uses of weights whose gradients may be put off, in the graph of a task.
+
+A weight is put off if that is known to be the same:
+
+1. All of its uses behind the outputs are nodes in :data:`.RULES`, in graphs that no other backward
+   goes through. What is not known stays in ``B``.
+2. It is a leaf, behind nothing but transposes and the cast of autocast.
+3. It is an ordinary dense tensor on the device of its use, and gets a gradient of its own dtype.
+4. Nobody sees more than that: the node has no hooks of its own, and no saved-tensor hooks but a
+   checkpoint's see its input, which would unpack it twice.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, Node
+
+from pipert._torch import AccumulateGrad, sequence_nr
+from pipert.autograd.checkpoint import Checkpoint
+from pipert.autograd.leaves import Behind
+from pipert.autograd.weight_operations import RULES, ToWeight
+
+__all__: list[str] = []
+
+
+class Way(NamedTuple):
+    """The way from a use of a weight, or of a bias, to the leaf."""
+
+    leaf: Tensor
+    edge: GradientEdge
+    """Where it begins."""
+    nodes: list[Node]
+    is_transposed: bool
+
+
+class Use(NamedTuple):
+    """A use of a weight by a node."""
+
+    node: Any
+    weight: Way
+    bias: Way | None
+    """That of a bias that is put off, too."""
+    x: Tensor
+    """The input that the weight meets."""
+    compute: ToWeight
+
+
+def find_uses(behind: Behind, ends: Sequence[Node]) -> list[Use]:
+    """Return the uses of all weights that may be put off, in the same order in each run.
+
+    Args:
+        behind: the graph, which has not been freed.
+        ends: the nodes at which its backward starts.
+
+    Raises:
+        RuntimeError: an input was changed in place.
+    """
+    nodes = [node for node in behind.nodes if node is not None]
+    shared = set(behind.others)
+    known = [node for node in nodes if type(node).__name__ in RULES and node not in shared]
+    uses = [use for node in sorted(known, key=sequence_nr) if (use := _use_of(node)) is not None]
+    if not uses:
+        return []
+    total = _count_uses(uses, nodes, ends)
+    of_weights = Counter([id(use.weight.leaf) for use in uses])
+    uses = [use for use in uses if of_weights[id(use.weight.leaf)] == total[id(use.weight.leaf)]]
+    of_biases = Counter([id(use.bias.leaf) for use in uses if use.bias is not None])
+    return [
+        use if use.bias is None or of_biases[id(use.bias.leaf)] == total[id(use.bias.leaf)]
+        else use._replace(bias=None)
+        for use in uses
+    ]  # fmt: skip
+
+
+def _use_of(node: Any) -> Use | None:
+    """Return the use of a weight by a known node, if it may be put off (rules 2 to 4)."""
+    rule, inputs = RULES[type(node).__name__], node.next_functions
+    weight = _way_to_leaf(*inputs[rule.place])
+    compute = None if weight is None else rule.make(node, weight.is_transposed, weight.leaf)
+    if weight is None or compute is None or not _is_free_of_hooks(node):
+        return None
+    x = _saved_input(node, rule.saved, weight.leaf)
+    if x is None:
+        return None
+    bias = None if rule.bias is None else _way_to_leaf(*inputs[rule.bias])
+    if bias is not None and (bias.is_transposed or bias.leaf.device != x.device):
+        bias = None
+    return Use(node, weight, bias, x, compute)
+
+
+def _count_uses(uses: Sequence[Use], nodes: Iterable[Node], ends: Iterable[Node]) -> Counter[int]:
+    """Count all uses behind ``ends`` of the leaves of ``uses``, by the id of the leaf."""
+    ways = [way for use in uses for way in (use.weight, use.bias) if way is not None]
+    owner = {node: id(way.leaf) for way in ways for node in way.nodes}
+    count = Counter([owner[end] for end in ends if end in owner])
+    for node in nodes:
+        if node not in owner:
+            for child, _ in node.next_functions:
+                if child in owner:
+                    count[owner[child]] += 1
+    return count
+
+
+def _is_free_of_hooks(node: Any) -> bool:
+    """Whether nobody sees what ``node`` gets and returns."""
+    for handle in node.register_hook(_no_hook), node.register_prehook(_no_hook):
+        hooks = handle.hooks_dict_ref()
+        handle.remove()
+        if hooks:
+            return False
+    return True
+
+
+def _no_hook(*_: object) -> None:
+    pass
+
+
+def _way_to_leaf(node: Any, output: int) -> Way | None:
+    edge, nodes, is_transposed = None, list[Node](), False
+    while node is not None:
+        edge = edge or GradientEdge(node, output)
+        nodes.append(node)
+        if type(node) is AccumulateGrad:
+            leaf = node.variable
+            return Way(leaf, edge, nodes, is_transposed) if _is_ordinary(leaf) else None
+        name = type(node).__name__
+        if name == "TBackward0":
+            is_transposed = not is_transposed
+        elif name != "ToCopyBackward0":
+            return None
+        node = node.next_functions[0][0]
+    return None
+
+
+def _is_ordinary(leaf: Tensor) -> bool:
+    return (
+        type(leaf) in (Tensor, nn.Parameter)
+        and leaf.requires_grad
+        and leaf.layout == torch.strided
+        and leaf.grad_dtype in (None, leaf.dtype)
+    )
+
+
+def _saved_input(node: Any, name: str, weight: Tensor) -> Tensor | None:
+    """Return the input that ``node`` has saved; ``None`` if it cannot be had without more ado.
+
+    Raises:
+        RuntimeError: it was changed in place.
+    """
+    saved = getattr(node, f"_raw_saved_{name}", None)
+    if saved is None:
+        return None
+    x: Any = None
+    unpack = saved.unpack_hook
+    if unpack is None:
+        x = saved.unpack().detach()
+    elif isinstance(getattr(unpack, "__self__", None), Checkpoint):
+        x = unpack.__self__.peek(saved.data)
+    is_beside = type(x) in (Tensor, nn.Parameter) and x.device == weight.device
+    return x if is_beside and x.layout == torch.strided else None
