@@ -18,7 +18,6 @@ from pipert.schedules.action import (
     WEIGHT,
     Action,
     Size,
-    Ticks,
     lay_out,
 )
 
@@ -28,11 +27,13 @@ Seconds = Callable[[Action], float]
 Copying = Callable[[int, int], float]
 """The time in which the result of a partition gets to another one, on another worker."""
 
+_KINDS = (BACKWARD, FORWARD, WEIGHT)
+
 
 def greedy(
     m: int, placement: Sequence[int], room: Mapping[int, int], seconds: Seconds, copying: Copying
-) -> Ticks:
-    """Order all actions of a step of ``m`` micro-batches, with ``W``.
+) -> list[list[Action]]:
+    """Order all actions of a step of ``m`` micro-batches, with ``W``; return its ticks.
 
     Args:
         m: the number of micro-batches.
@@ -44,12 +45,10 @@ def greedy(
         copying: the time of copies.
     """
     simulation = _Simulation(m, placement, room, seconds, copying)
-    while simulation.advance():
-        pass
-    workers = sorted(simulation.sequences)
+    simulation.run()
+    workers, n = sorted(simulation.sequences), len(placement)
     sequences = [simulation.sequences[worker] for worker in workers]
-    n = len(placement)
-    return lay_out(sequences, workers, [Size(m, n, m)] * n)
+    return [list(tick) for tick in lay_out(sequences, workers, [Size(m, n, m)] * n)]
 
 
 class _Simulation:
@@ -64,62 +63,62 @@ class _Simulation:
         copying: Copying,
     ) -> None:
         self.sequences: dict[int, list[Action]] = {worker: [] for worker in placement}
-        self._m, self._n, self._placement, self._room = m, len(placement), placement, room
+        self._m, n, self._placement, self._room = m, len(placement), placement, room
         self._seconds, self._copying = seconds, copying
-        self._own = {w: [j for j in range(self._n) if placement[j] == w] for w in placement}
-        kinds = (FORWARD, BACKWARD, WEIGHT)
-        self._begun = {(kind, j): 0 for kind in kinds for j in range(self._n)}
-        self._ends: dict[Action, float] = {}
+        self._size = Size(m, n, 0)
+        # The later partitions first: of one micro-batch, they are preferred.
+        order = range(n - 1, -1, -1)
+        self._own = {w: [j for j in order if placement[j] == w] for w in placement}
+        self._next = {(kind, j): Action(kind, 0, j) for kind in _KINDS for j in order}
+        self._kept = dict.fromkeys(placement, 0)
+        self._arrivals: dict[tuple[Action, int], float] = {}  # by action and partition
         self._free_at = dict.fromkeys(placement, 0.0)
-        self._times = [0.0]  # a heap of the moments at which a worker may begin something
-        self._now = 0.0
+        # A heap of when which worker may begin something.
+        self._moments = [(0.0, worker) for worker in sorted(set(placement))]
 
-    def advance(self) -> bool:
-        """Go on to the next moment, and let workers begin actions; return whether there is one."""
-        if not self._times:
-            return False
-        self._now = heappop(self._times)
-        for worker, sequence in self.sequences.items():
-            action = self._choose(worker) if self._free_at[worker] <= self._now else None
-            if action is not None:
-                if action.kind == BACKWARD:
-                    sequence.append(Action(RECOMPUTE, action.i, action.j))
-                sequence.append(action)
-                self._begin(action)
-        return True
+    def run(self) -> None:
+        """Let each worker begin what it can, until there is nothing left."""
+        while self._moments:
+            now, worker = heappop(self._moments)
+            if self._free_at[worker] <= now:
+                action = self._choose(worker, now)
+                if action is not None:
+                    self._begin(action, worker, now)
 
-    def _begin(self, action: Action) -> None:
-        worker = self._placement[action.j]
-        end = self._now + self._seconds(action)
-        self._free_at[worker] = self._ends[action] = end
-        self._begun[action.kind, action.j] += 1
-        heappush(self._times, end)
-        for j in (action.j - 1, action.j + 1):
-            if 0 <= j < self._n and self._placement[j] != worker:
-                heappush(self._times, end + self._copying(action.j, j))
+    def _begin(self, action: Action, worker: int, now: float) -> None:
+        kind, i, j = action
+        if kind == BACKWARD:
+            self.sequences[worker].append(Action(RECOMPUTE, i, j))
+        self.sequences[worker].append(action)
+        self._kept[worker] += (kind == FORWARD) - (kind == WEIGHT)
+        self._next[kind, j] = Action(kind, i + 1, j)
+        end = self._free_at[worker] = now + self._seconds(action)
+        for to in (j - 1, j, j + 1):
+            if 0 <= to < len(self._placement):
+                is_here = self._placement[to] == worker
+                arrival = end if is_here else end + self._copying(j, to)
+                self._arrivals[action, to] = arrival
+                if to == j or not is_here:
+                    heappush(self._moments, (arrival, self._placement[to]))
 
-    def _choose(self, worker: int) -> Action | None:
+    def _choose(self, worker: int, now: float) -> Action | None:
         """Return the action that ``worker`` begins, if any is ready."""
-        own = self._own[worker]
-        kept = sum(self._begun[FORWARD, j] - self._begun[WEIGHT, j] for j in own)
-        for kind in BACKWARD, FORWARD, WEIGHT:
-            ready = []
-            for j in own:
-                action = Action(kind, self._begun[kind, j], j)
-                room = self._room[worker] - sum(k > j for k in own)  # the later ones must follow
-                if action.i < self._m and (kind != FORWARD or kept < room) and self._can(action):
-                    ready.append(action)
-            if ready:
-                return min(ready, key=lambda action: (action.i, -action.j))
+        for kind in _KINDS:
+            best: Action | None = None
+            for later, j in enumerate(self._own[worker]):  # the later ones must follow
+                action = self._next[kind, j]
+                if action.i == self._m or best is not None and best.i <= action.i:
+                    continue
+                has_room = kind != FORWARD or self._kept[worker] < self._room[worker] - later
+                if has_room and self._is_ready(action, now):
+                    best = action
+            if best is not None:
+                return best
         return None
 
-    def _can(self, action: Action) -> bool:
+    def _is_ready(self, action: Action, now: float) -> bool:
         """Whether what ``action`` needs has arrived."""
-        needs = RULES[action.kind].needs(action, Size(self._m, self._n, 0))
-        return all(self._arrival(needed, action.j) <= self._now for needed in needs)
-
-    def _arrival(self, action: Action, j: int) -> float:
-        """Return when the result of ``action`` is on the worker of partition ``j``."""
-        end = self._ends.get(action, float("inf"))
-        is_here = self._placement[action.j] == self._placement[j]
-        return end if is_here else end + self._copying(action.j, j)
+        for needed in RULES[action.kind].needs(action, self._size):
+            if self._arrivals.get((needed, action.j), now + 1) > now:
+                return False
+        return True

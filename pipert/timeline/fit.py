@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from statistics import median
 
+from pipert.model.settings import whole
 from pipert.observe.event import COPY
 from pipert.observe.event import WEIGHT as PUT_OFF
 from pipert.observe.event import Event
 from pipert.schedules.action import BACKWARD, FORWARD, RECOMPUTE, WEIGHT, Action, Ticks
 from pipert.schedules.greedy import greedy
-from pipert.schedules.one_f_one_b import eager_one_f_one_b, one_f_one_b
-from pipert.schedules.plan import Plan, Schedule, plan
+from pipert.schedules.plan import Plan, plan
 from pipert.schedules.simulate import simulate
-from pipert.schedules.zero_bubble import zero_bubble_1, zero_bubble_2
 from pipert.timeline.report import Report
 
 __all__ = ["Fitted", "Prediction"]
 
-_NAMED = {
-    "1f1b": one_f_one_b,
-    "eager-1f1b": eager_one_f_one_b,
-    "zb-h1": zero_bubble_1,
-    "zb-h2": zero_bubble_2,
-}
+_NAMED = ("1f1b", "eager-1f1b", "zb-h1", "zb-h2")
 
 
 @dataclass(frozen=True)
@@ -58,9 +51,6 @@ class _Times:
         recompute = self.actions[action.j][RECOMPUTE] if action.kind == BACKWARD else 0.0
         return self.of(action) + recompute
 
-    def recomputed(self, m: int) -> tuple[int, ...]:
-        return tuple([m if each[RECOMPUTE] else 0 for each in self.actions])
-
     def copying(self, j: int, to: int) -> float:
         return self.copies.get((j, to), 0.0)
 
@@ -68,12 +58,14 @@ class _Times:
 class Fitted:
     """A schedule made for measured times; ``forward_backward(schedule=...)`` takes it.
 
-    It is made anew for each number of micro-batches. ``print`` shows what it predicts.
+    It is made anew for each number of micro-batches, which takes about a second on eight devices.
+    ``print`` shows what it predicts.
     """
 
     def __init__(self, times: _Times, m: int, placement: tuple[int, ...], most: int | None) -> None:
         self._times, self._m, self._placement, self._most = times, m, placement, most
-        self._make = lru_cache(maxsize=8)(self._make_plan)
+        self._made: dict[int, tuple[Plan, Prediction]] = {}
+        self._best(m)
 
     def __call__(self, m: int, n: int, placement: tuple[int, ...]) -> Ticks:
         """Return the ticks of a step.
@@ -86,7 +78,7 @@ class Fitted:
                 f"the schedule was fitted to partitions on the workers {list(self._placement)}, "
                 f"and these are on {list(placement)}; record a step of this pipe"
             )
-        return self._make(m)[0]
+        return self._best(m)[0].ticks
 
     @property
     def predictions(self) -> tuple[Prediction, ...]:
@@ -94,38 +86,42 @@ class Fitted:
 
         Those that keep more than is allowed are left out.
         """
-        m = self._m
-        plans = [("fitted", self._make(m)[1])]
-        plans += [(name, self._plan(make, m)) for name, make in _NAMED.items()]
-        found = [self._predict(name, made) for name, made in plans]
-        return tuple([each for each in found if self._is_allowed(each)])
+        return (self._best(self._m)[1], *[found for _, found in self._named(self._m)])
 
-    def _make_plan(self, m: int) -> tuple[Ticks, Plan]:
-        """Return the fastest ticks and plan; of equally fast ones, those which keep the least."""
+    def _best(self, m: int) -> tuple[Plan, Prediction]:
+        """Return the fastest plan; of equally fast ones, that which keeps the least."""
+        if m not in self._made:
+            tried = [*self._fitted(m), *self._named(m)]
+            best = min(tried, key=lambda pair: (round(pair[1].seconds, 9), sum(pair[1].kept)))
+            self._made[m] = best[0], replace(best[1], name="fitted")
+        return self._made[m]
 
-        def cost(candidate: tuple[Ticks, Plan]) -> tuple[float, float]:
-            found = self._predict("", candidate[1])
-            return round(found.seconds, 9), sum(found.kept)
-
-        return min(self._candidates(m), key=cost)
-
-    def _candidates(self, m: int) -> Iterator[tuple[Ticks, Plan]]:
-        """Yield orders by measured and by equal times, for each number of micro-batches kept."""
+    def _fitted(self, m: int) -> Iterator[tuple[Plan, Prediction]]:
+        """Yield plans by measured and by equal times, for each number of micro-batches kept."""
         placement, counts = self._placement, Counter(self._placement)
         most = self._most or 2 * len(counts) - 1
-        for kept in range(1, min(m, most) + 1):
-            room = {worker: kept * count for worker, count in counts.items()}
-            for seconds, copying in (
-                (self._times.with_recomputation, self._times.copying),
-                (lambda _: 1.0, lambda *_: 0.25),
-                (lambda _: 1.0, lambda *_: 0.0),
-            ):
-                ticks = [*map(tuple, greedy(m, placement, room, seconds, copying))]
-                yield ticks, self._plan(lambda *_, ticks=ticks: ticks, m)
+        measured = self._times.with_recomputation, self._times.copying
+        for seconds, copying in measured, (lambda _: 1.0, lambda *_: 0.0):
+            before: object = None
+            for kept in range(1, min(m, most) + 1):
+                room = {worker: kept * count for worker, count in counts.items()}
+                ticks = greedy(m, placement, room, seconds, copying)
+                if ticks == before:  # nor do more help
+                    break
+                before = ticks
+                made = Plan(
+                    m, len(placement), placement, (m,) * len(placement), tuple(map(tuple, ticks))
+                )
+                yield made, self._predict("fitted", made)
 
-    def _plan(self, schedule: Schedule, m: int) -> Plan:
-        recomputed = self._times.recomputed(m)
-        return plan(schedule, m, len(self._placement), self._placement, recomputed)
+    def _named(self, m: int) -> Iterator[tuple[Plan, Prediction]]:
+        """Yield the named schedules that keep no more than is allowed."""
+        n = len(self._placement)
+        for name in _NAMED:
+            made = plan(name, m, n, self._placement, m)
+            found = self._predict(name, made)
+            if self._most is None or max(found.kept) <= self._most:
+                yield made, found
 
     def _predict(self, name: str, made: Plan) -> Prediction:
         puts_off = WEIGHT in made.occurring_kinds
@@ -140,9 +136,6 @@ class Fitted:
         kept = _kept(made, WEIGHT if puts_off else BACKWARD)
         each = tuple([kept[worker] / counts[worker] for worker in sorted(counts)])
         return Prediction(name, max(end for _, end in times.values()), each)
-
-    def _is_allowed(self, found: Prediction) -> bool:
-        return self._most is None or max(found.kept) <= self._most
 
     def __str__(self) -> str:
         lines = ["predicted    ms a step  micro-batches that each device keeps"]
@@ -163,24 +156,31 @@ def _kept(made: Plan, last: str) -> Counter[int]:
 
 
 def fit(
-    events: Sequence[Event], report: Report, placement: tuple[int, ...], memory: int | None
+    events: Sequence[Event],
+    report_on: Callable[[Sequence[Event]], Report],
+    placement: tuple[int, ...],
+    memory: int | None,
 ) -> Fitted:
     """Make a schedule, see :meth:`Timeline.fit`."""
-    if memory is not None and memory < 1:
+    most = None if memory is None else whole(memory, "memory")
+    if most is not None and most < 1:
         raise ValueError(f"memory is a number of micro-batches, and at least 1, got {memory}")
-    if not any(event.kind == PUT_OFF for event in events):
+    runs = {event.run for event in events if event.kind == PUT_OFF}
+    used = [event for event in events if event.run in runs]
+    if not used:
         raise ValueError(
             "the timeline has no gradients of weights that were put off; record steps of "
             "forward_backward(schedule='zb-h1')"
         )
+    report = report_on(used)
     actions = tuple([
         {FORWARD: cost.forward, RECOMPUTE: cost.recompute, BACKWARD: cost.backward,
          WEIGHT: cost.weight}
         for cost in report.costs
     ])  # fmt: skip
     copies: dict[tuple[int, int], list[float]] = {}
-    for event in events:
+    for event in used:
         if event.kind == COPY and event.origin is not None and event.origin != event.partition:
             copies.setdefault((event.origin, event.partition), []).append(event.seconds)
     times = _Times(actions, {pair: median(seconds) for pair, seconds in copies.items()})
-    return Fitted(times, report.micro_batches, placement, memory)
+    return Fitted(times, report.micro_batches, placement, most)

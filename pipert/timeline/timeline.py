@@ -110,9 +110,12 @@ class Timeline:
         Raises:
             ValueError: the timeline has no forward task.
         """
+        return self._report(self.events)
+
+    def _report(self, events: Sequence[Event]) -> Report:
         return make_report(
-            self.events, self.lanes, self._workers, self._devices, self.layer_seconds,
-            self._chunks, self.steps, self.failed,
+            events, self.lanes, self._workers, self._devices, self.layer_seconds, self._chunks,
+            self.steps, self.failed,
         )  # fmt: skip
 
     def fit(self, memory: int | None = None) -> Fitted:
@@ -127,9 +130,9 @@ class Timeline:
             pipe.forward_backward(x, target=target, loss_fn=loss_fn, schedule=schedule)
 
         Takes the medians of each partition's forward, recomputation, backward, gradients of
-        weights, and copies. Record a few steps once the pipe is warm, so that they leave delays
-        out, under a schedule that puts gradients of weights off, such as ``'zb-h1'``: the others do
-        not show how long these take.
+        weights, and copies, from the steps under a schedule that puts gradients of weights off,
+        such as ``'zb-h1'``: the others do not show how long these take. Record a few once the pipe
+        is warm.
 
         Args:
             memory: how many micro-batches each device may keep, from their forward to the gradients
@@ -138,8 +141,11 @@ class Timeline:
 
         Raises:
             ValueError: the timeline has no such step, or ``memory`` is below 1.
+            TypeError: ``memory`` is no whole number.
         """
-        return fit(self.events, self.report(), self._workers, memory)
+        failed = self.failed
+        events = [event for event in self.events if event.run not in failed]
+        return fit(events, self._report, self._workers, memory)
 
     def save(self, path: str | Path) -> None:
         """Write a trace that Perfetto (https://ui.perfetto.dev) and ``chrome://tracing`` open.

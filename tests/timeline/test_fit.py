@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
@@ -81,6 +82,28 @@ def test_a_fitted_step_is_that_of_1f1b(checkpoint: str) -> None:
     same(grads_of(layers), expected, rtol=1e-12, atol=1e-12)
 
 
+def test_only_steps_that_put_gradients_off_count() -> None:
+    recorded, device = timeline(EQUAL, m=8), torch.device("cpu")
+    others = [
+        Event(kind, i, j, device, 0.0, 9.0, run=run)
+        for kind in ("forward", "backward")
+        for i in range(8)
+        for j in range(4)
+        for run in (1, 2)
+    ]
+    failed = Event("weight gradient", 0, 0, device, 0.0, 9.0, run=2)
+    devices, steps = ["cpu"] * 4, [0, 1, 2]
+    mixed = Timeline([*recorded.events, *others, failed], devices, steps=steps, failed=[2])
+    assert predicted(mixed.fit()) == predicted(recorded.fit())
+    with pytest.raises(ValueError, match="no gradients of weights that were put off"):
+        Timeline([*others, failed], devices, steps=[1, 2], failed=[2]).fit()
+
+
+def test_a_fitted_schedule_can_be_pickled() -> None:
+    fitted = timeline(EQUAL).fit()
+    assert str(pickle.loads(pickle.dumps(fitted))) == str(fitted)
+
+
 def test_it_prints_what_it_predicts() -> None:
     lines = str(timeline(EQUAL, m=8).fit(memory=4)).splitlines()
     assert [line.split()[0] for line in lines] == ["predicted", "fitted", "1f1b", "zb-h1"]
@@ -92,6 +115,8 @@ def test_what_cannot_be_fitted_is_refused() -> None:
     without = [event for event in recorded.events if event.kind != "weight gradient"]
     with pytest.raises(ValueError, match="no gradients of weights that were put off; record"):
         Timeline(without, ["cpu"] * 4, steps=[0]).fit()
+    with pytest.raises(TypeError, match="memory must be an int, got 2.5"):
+        recorded.fit(memory=2.5)
     with pytest.raises(ValueError, match="at least 1, got 0"):
         recorded.fit(memory=0)
     with pytest.raises(ValueError, match="fitted to partitions on the workers"):
