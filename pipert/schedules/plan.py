@@ -254,11 +254,10 @@ def _made(maker: Schedule, m: int, n: int, placement: tuple[int, ...]) -> Made:
 
 
 def _check_size(m: int, n: int, recomputed: tuple[int, ...] = ()) -> None:
-    if m < 1 or n < 1 or not all(0 <= each <= m for each in recomputed):
-        raise ValueError(
-            "m and n must be positive and recomputed at most m, got "
-            f"m={m}, n={n} and recomputed={recomputed}"
-        )
+    if m < 1 or n < 1:
+        raise ValueError(f"m and n must be positive, got m={m}, n={n}")
+    if not all(0 <= each <= m for each in recomputed):
+        raise ValueError(f"from 0 to m={m} micro-batches are recomputed, got {recomputed}")
 
 
 @lru_cache(maxsize=64)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -225,10 +224,13 @@ def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
         plan("dualpipe", 2, 2)
 
 
-@pytest.mark.parametrize(
-    ("m", "n", "recomputed"), [(0, 1, 0), (1, 0, 0), (-1, 2, 0), (2, 2, 3), (2, 2, -1)]
-)
-def test_bad_numbers_are_refused(m: int, n: int, recomputed: int) -> None:
-    each = re.escape(str((recomputed,) * n))
-    with pytest.raises(ValueError, match=f"m={m}, n={n} and recomputed={each}"):
-        plan("1f1b", m, n, recomputed=recomputed)
+@pytest.mark.parametrize(("m", "n"), [(0, 1), (1, 0), (-1, 2)])
+def test_bad_sizes_are_refused(m: int, n: int) -> None:
+    with pytest.raises(ValueError, match=f"must be positive, got m={m}, n={n}"):
+        plan("1f1b", m, n)
+
+
+@pytest.mark.parametrize("recomputed", [3, -1, (0, 3), (-1, 0)])
+def test_a_bad_number_of_recomputed_micro_batches_is_refused(recomputed: Any) -> None:
+    with pytest.raises(ValueError, match="from 0 to m=2 micro-batches are recomputed, got"):
+        plan("1f1b", 2, 2, recomputed=recomputed)
