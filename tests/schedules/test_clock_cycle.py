@@ -50,5 +50,5 @@ def test_a_plan_prints_as_a_grid() -> None:
 
 @pytest.mark.parametrize(("m", "n"), [(0, 1), (1, 0), (-1, 2)])
 def test_sizes_must_be_positive(m: int, n: int) -> None:
-    with pytest.raises(ValueError, match=f"must be positive .* got m={m}, n={n}"):
+    with pytest.raises(ValueError, match=f"must be positive, got m={m}, n={n}"):
         plan_call(m, n, range(n))
