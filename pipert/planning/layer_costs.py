@@ -48,8 +48,10 @@ class LayerCost(NamedTuple):
     """Of what it saves besides these, and of the skips that it stashes."""
     later: int
     """Of what is kept from ``B`` to ``W`` for the gradients that are put off."""
-    arriving: int
-    """The part of that which comes in the backward; the rest was saved in the forward."""
+    forward_extra: int
+    """The peak of its forward, beyond its input."""
+    backward_extra: int
+    """The peak of its backward, beyond what it has saved and the gradient of its output."""
     stashed: dict[Key, int]
     """Of each skip that it stashes."""
     popped: list[Key]
@@ -71,27 +73,35 @@ def layer_costs(module: nn.Sequential, value: Value, device: Device | None) -> l
 def _measure(probe: Probe) -> tuple[LayerCost, Carried]:
     sizes, output = _sizes(probe)
     inputs = probe.inputs()
-    seconds = [now(probe.device)]
+    meter = _Meter(probe.device)
     again = probe.forward(inputs)
-    seconds.append(now(probe.device))
-    later = _go_back(inputs, again)
-    seconds.append(now(probe.device))
+    forward, forward_extra = meter.read()
+    roots, _ = differentiable(again)
+    ones = [torch.ones_like(root) for root in roots]
+    meter = _Meter(probe.device)
+    later = _go_back(inputs, roots, ones)
+    backward, backward_extra = meter.read()
     weights = _storages([*probe.layer.parameters(), *probe.layer.buffers()])
     kept = _storages([tensor for use in later for tensor in (use.x.tensor, use.dy.tensor)])
-    arriving = _storages([use.dy.tensor for use in later])
     put_off = {id(leaf): leaf.nbytes for use in later for leaf in use.leaves}
-    started = now(probe.device)
+    meter = _Meter(probe.device)
     compute_later(later)
-    weight = now(probe.device) - started
+    weight, _ = meter.read()
+    if probe.device.type != "cuda":  # nobody counts
+        forward_extra = sizes["made"] + sizes["saved"]
+        arriving = sum(_storages([use.dy.tensor for use in later]).values())
+        trained = sum(p.nbytes for p in probe.layer.parameters() if p.requires_grad)
+        backward_extra = sizes["given"] + trained - sum(put_off.values()) + arriving
     cost = LayerCost(
-        forward=seconds[1] - seconds[0],
-        backward=seconds[2] - seconds[1],
+        forward=forward,
+        backward=backward,
         weight=weight,
+        forward_extra=forward_extra,
+        backward_extra=backward_extra,
         parameters=0,
         trained=0,
         put_off=sum(put_off.values()),
         later=sum(size for key, size in kept.items() if key not in weights),
-        arriving=sum(arriving.values()),
         **sizes,
     )
     return cost, output
@@ -124,16 +134,31 @@ def _sizes(probe: Probe) -> tuple[dict[str, Any], Carried]:
     return sizes, output
 
 
-def _go_back(inputs: Carried, output: Carried) -> list[Later]:
+class _Meter:
+    """Measures seconds, and on a GPU the peak of bytes beyond those at the start."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._bytes = device, 0
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            self._bytes = torch.cuda.memory_allocated(device)
+        self._begin = now(device)
+
+    def read(self) -> tuple[float, int]:
+        seconds = now(self._device) - self._begin
+        if self._device.type != "cuda":
+            return seconds, 0
+        return seconds, torch.cuda.max_memory_allocated(self._device) - self._bytes
+
+
+def _go_back(inputs: Carried, roots: Sequence[Tensor], ones: Sequence[Tensor]) -> list[Later]:
     """Differentiate a layer, except for what can be put off, which is returned."""
-    roots, _ = differentiable(output)
     if not roots:
         return []
     edges = [get_gradient_edge(root) for root in roots]
     ends = [edge.node for edge in edges]
     put_off = PutOff(leaves_behind(ends), ends)
     wanted = [*differentiable(inputs)[0], *put_off.leaves]
-    ones = [torch.ones_like(root) for root in roots]
 
     def run(wanted: Sequence[Any], ys: Sequence[Any], dys: Sequence[Tensor]) -> Any:
         return differentiate(ys, wanted, dys)

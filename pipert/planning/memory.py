@@ -2,7 +2,8 @@
 
 Peak of a device::
 
-    parameters, with .grad and the optimizer's state + the mini-batch, on the first device
+    parameters, and the optimizer's state + gradients, once there are some
+    + the mini-batch, on the first device
     + micro-batches between their forward and what ends with their backward + the running task
 
 Actions come in the order of the plan. ``F`` leaves what the backward needs, or, if the micro-batch
@@ -15,11 +16,12 @@ Not predicted: fragmentation, workspaces of kernels, and what an allocator holds
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from pipert.planning.layer_costs import LayerCost
-from pipert.schedules.action import BACKWARD, FORWARD, RECOMPUTE, WEIGHT
+from pipert.schedules.action import BACKWARD, FORWARD, RECOMPUTE, WEIGHT, Action
 from pipert.schedules.plan import Plan
 from pipert.skip.namespace import Key
 
@@ -55,10 +57,9 @@ class PartitionCost(NamedTuple):
     @classmethod
     def of(cls, layers: Sequence[LayerCost]) -> PartitionCost:
         """Add up the costs of consecutive layers."""
-        saved = _saved_after_each(layers)
+        begin, saved = _around_each(layers)
         forward_peak = max(
-            before + layer.given + layer.made + layer.saved
-            for before, layer in zip([0, *saved], layers, strict=False)
+            live + layer.forward_extra for live, layer in zip(begin, layers, strict=True)
         )
         peaks = []
         for puts_off in (False, True):
@@ -66,12 +67,11 @@ class PartitionCost(NamedTuple):
             for layer in reversed(layers[1:]):
                 left = layer.trained - layer.put_off * puts_off + layer.later * puts_off
                 done.append(done[-1] + left)
-            # The gradients of a layer's output and input are there at once.
             peaks.append(
                 max(
-                    before + layer.made + layer.given + behind
-                    + layer.trained + (layer.arriving - layer.put_off) * puts_off
-                    for before, layer, behind in zip(saved, layers, reversed(done), strict=True)
+                    live + layer.made + layer.backward_extra + layer.put_off * (not puts_off)
+                    + behind
+                    for live, layer, behind in zip(saved, layers, reversed(done), strict=True)
                 )
             )
         return cls(
@@ -93,14 +93,15 @@ class PartitionCost(NamedTuple):
         )
 
 
-def _saved_after_each(layers: Sequence[LayerCost]) -> list[int]:
-    """Return the bytes saved by the first layer, by the first two, and so on.
+def _around_each(layers: Sequence[LayerCost]) -> tuple[list[int], list[int]]:
+    """Return the bytes at the begin of each layer's forward, and what is saved once it is over.
 
     What lies between two layers counts once if either needs it.
     """
-    found, total = list[int](), 0
+    begin, found, total = list[int](), list[int](), 0
     between, is_saved = layers[0].given, False
     for layer in layers:
+        begin.append(total + between * (not is_saved))
         if layer.saves_input and not is_saved:
             total, is_saved = total + between, True
         total += layer.saved
@@ -109,29 +110,10 @@ def _saved_after_each(layers: Sequence[LayerCost]) -> list[int]:
         if layer.saves_output and not is_saved:
             total, is_saved = total + between, True
         found.append(total)
-    return found
+    return begin, found
 
 
-def _incoming(costs: Sequence[PartitionCost]) -> list[list[tuple[int, int]]]:
-    """Return, for each partition, from where how many bytes come: its input, and skips."""
-    homes = {key: j for j, cost in enumerate(costs) for key in cost.stashed}
-    found = []
-    for j, cost in enumerate(costs):
-        own = [(j - 1, costs[j - 1].sent)] if j else []
-        for key in sorted(cost.popped, key=str):
-            if homes[key] != j:
-                own.append((homes[key], costs[homes[key]].stashed[key]))
-        found.append(own)
-    return found
-
-
-def _add(now: dict[int, int], worker: int, size: int) -> None:
-    now[worker] += size
-
-
-def peaks(
-    plan: Plan, costs: Sequence[PartitionCost], scale: float, batch: int
-) -> list[int]:
+def peaks(plan: Plan, costs: Sequence[PartitionCost], scale: float, batch: int) -> list[int]:
     """Predict the peak of each worker's device.
 
     Args:
@@ -141,41 +123,79 @@ def peaks(
             that of the parameter alone.
         batch: the bytes of the mini-batch.
     """
-    puts_off = WEIGHT in plan.occurring_kinds
-    incoming = _incoming(costs)
-    outgoing = [
-        [(to, size) for to in range(plan.n) for source, size in incoming[to] if source == j]
-        for j in range(plan.n)
-    ]
-    given = [sum(size for _, size in each) or cost.given for each, cost in zip(incoming, costs, strict=True)]
-    now, most = dict.fromkeys(plan.placement, 0), dict.fromkeys(plan.placement, 0)
-    for action in plan.order:
+    tasks = _Tasks(plan, costs)
+    live, most = Counter[int](), Counter[int]()
+    for tick in plan.ticks:
+        for action in tick:
+            worker = plan.placement[action.j]
+            most[worker] = max(most[worker], live[worker] + tasks.peak(action))
+        for action in tick:
+            for j, change in tasks.changes(action):
+                live[plan.placement[j]] += change
+    for cost, worker in zip(costs, plan.placement, strict=True):
+        most[worker] += round(cost.parameters + (scale - 2) * cost.trained)
+    most[plan.placement[0]] += batch
+    return [most[worker] for worker in sorted(most)]
+
+
+class _Tasks:
+    """What the tasks of a step need, and what they leave."""
+
+    def __init__(self, plan: Plan, costs: Sequence[PartitionCost]) -> None:
+        self._plan, self._costs = plan, costs
+        self._puts_off = WEIGHT in plan.occurring_kinds
+        self._begun = set[tuple[str, int]]()
+        homes = {key: j for j, cost in enumerate(costs) for key in cost.stashed}
+        self._skips = [
+            [(homes[key], costs[homes[key]].stashed[key]) for key in cost.popped if homes[key] != j]
+            for j, cost in enumerate(costs)
+        ]
+        """For each partition, where the skips that it pops come from, and their bytes."""
+        self._inputs = [
+            [(j - 1, costs[j - 1].sent)] * (j > 0) + skips for j, skips in enumerate(self._skips)
+        ]
+        self._given = [
+            sum(size for _, size in inputs) if j else costs[0].given
+            for j, inputs in enumerate(self._inputs)
+        ]
+
+    def peak(self, action: Action) -> int:
+        """Return the most bytes that a task needs beside what is there when it begins."""
+        cost = self._costs[action.j]
+        skips = sum(size for _, size in self._skips[action.j])  # held by the task
+        if action.kind == WEIGHT:
+            return cost.put_off
+        if action.kind == BACKWARD:
+            peak = cost.split_peak if self._puts_off else cost.backward_peak
+            return peak - cost.saved + skips
+        return cost.forward_peak + skips
+
+    def changes(self, action: Action) -> Iterator[tuple[int, int]]:
+        """Yield by how many bytes a task changes what is live on the device of a partition."""
         kind, i, j = action
-        worker, cost = plan.placement[j], costs[j]
-        is_recomputed = i < plan.recomputed[j]
+        cost, is_recomputed = self._costs[j], i < self._plan.recomputed[j]
         if kind == FORWARD:
-            peak = cost.forward_peak
-            after = given[j] if is_recomputed else cost.saved
-            for source, size in incoming[j]:  # is copied, and not kept there any more
-                _add(now, plan.placement[source], -size * (plan.placement[source] != worker))
-            after += sum(size for to, size in outgoing[j] if plan.placement[to] != worker)
+            yield j, self._given[j] if is_recomputed else cost.saved
         elif kind == RECOMPUTE:
-            peak, after = cost.forward_peak, cost.saved - given[j]
+            yield j, cost.saved - self._given[j]
         elif kind == BACKWARD:
-            peak = (cost.split_peak if puts_off else cost.backward_peak) - cost.saved
-            after = cost.later * puts_off - cost.saved
-            for to, size in outgoing[j]:
-                _add(now, plan.placement[to], -size * (plan.placement[to] != worker))
-            after += sum(
-                size for source, size in incoming[j] if plan.placement[source] != worker
-            )
+            yield j, cost.later * self._puts_off - cost.saved
         else:
-            peak, after = cost.put_off, -cost.later
-        most[worker] = max(most[worker], now[worker] + peak)
-        now[worker] += after
-    found = []
-    for worker in sorted(most):
-        own = [cost for cost, at in zip(costs, plan.placement, strict=True) if at == worker]
-        fixed = sum(cost.parameters + (scale - 1) * cost.trained for cost in own)
-        found.append(round(fixed) + most[worker] + batch * (plan.placement[0] == worker))
-    return found
+            yield j, -cost.later
+        # Outputs wait to be copied by the next forward, and gradients by the next backward.
+        if kind in (FORWARD, BACKWARD):
+            for source, size in self._between(j):
+                yield (source, -size) if kind == FORWARD else (j, size)
+            for to in range(self._plan.n):
+                for source, size in self._between(to):
+                    if source == j:
+                        yield (j, size) if kind == FORWARD else (to, -size)
+        if (kind, j) not in self._begun:  # the first gradients stay, others are added to them
+            self._begun.add((kind, j))
+            put_off = cost.put_off * self._puts_off
+            yield j, {BACKWARD: cost.trained - put_off, WEIGHT: put_off}.get(kind, 0)
+
+    def _between(self, j: int) -> list[tuple[int, int]]:
+        """Return from where, on other devices, how many bytes come to a partition."""
+        placement = self._plan.placement
+        return [(k, size) for k, size in self._inputs[j] if placement[k] != placement[j]]
