@@ -50,6 +50,8 @@ class LayerCost(NamedTuple):
     """Of what is kept from ``B`` to ``W`` for the gradients that are put off."""
     forward_extra: int
     """The peak of its forward, beyond its input."""
+    quiet_extra: int
+    """The peak of a forward that saves nothing, beyond its input."""
     backward_extra: int
     """The peak of its backward, beyond what it has saved and the gradient of its output."""
     stashed: dict[Key, int]
@@ -74,6 +76,11 @@ def _measure(probe: Probe) -> tuple[LayerCost, Carried]:
     sizes, output = _sizes(probe)
     inputs = probe.inputs()
     meter = _Meter(probe.device)
+    with torch.no_grad():
+        probe.forward(inputs)
+    _, quiet_extra = meter.read()
+    inputs = probe.inputs()
+    meter = _Meter(probe.device)
     again = probe.forward(inputs)
     forward, forward_extra = meter.read()
     roots, _ = differentiable(again)
@@ -89,6 +96,7 @@ def _measure(probe: Probe) -> tuple[LayerCost, Carried]:
     weight, _ = meter.read()
     if probe.device.type != "cuda":  # nobody counts
         forward_extra = sizes["made"] + sizes["saved"]
+        quiet_extra = sizes["made"]
         arriving = sum(_storages([use.dy.tensor for use in later]).values())
         trained = sum(p.nbytes for p in probe.layer.parameters() if p.requires_grad)
         backward_extra = sizes["given"] + trained - sum(put_off.values()) + arriving
@@ -97,6 +105,7 @@ def _measure(probe: Probe) -> tuple[LayerCost, Carried]:
         backward=backward,
         weight=weight,
         forward_extra=forward_extra,
+        quiet_extra=quiet_extra,
         backward_extra=backward_extra,
         parameters=0,
         trained=0,

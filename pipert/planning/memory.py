@@ -49,6 +49,8 @@ class PartitionCost(NamedTuple):
     """The skips that it pops."""
     forward_peak: int
     """Of a forward that saves, its input and output included."""
+    quiet_peak: int
+    """Of a forward that saves nothing."""
     backward_peak: int
     """Of a backward that computes all gradients, what is saved included."""
     split_peak: int
@@ -88,6 +90,7 @@ class PartitionCost(NamedTuple):
             stashed={key: size for layer in layers for key, size in layer.stashed.items()},
             popped=frozenset([key for layer in layers for key in layer.popped]),
             forward_peak=forward_peak,
+            quiet_peak=max(layer.given + layer.quiet_extra for layer in layers),
             backward_peak=peaks[0],
             split_peak=peaks[1],
         )
@@ -163,11 +166,13 @@ class _Tasks:
         """Return the most bytes that a task needs beside what is there when it begins."""
         cost = self._costs[action.j]
         skips = sum(size for _, size in self._skips[action.j])  # held by the task
-        if action.kind == WEIGHT:
-            return cost.put_off
+        if action.kind == WEIGHT:  # frees while it makes
+            return max(0, cost.put_off - cost.later)
         if action.kind == BACKWARD:
             peak = cost.split_peak if self._puts_off else cost.backward_peak
             return peak - cost.saved + skips
+        if action.kind == FORWARD and action.i < self._plan.recomputed[action.j]:
+            return max(self._given[action.j], cost.quiet_peak) + skips
         return cost.forward_peak + skips
 
     def changes(self, action: Action) -> Iterator[tuple[int, int]]:
