@@ -27,9 +27,11 @@ class LayerCost(NamedTuple):
 
     forward: float
     backward: float
-    """Without the gradients of weights that can be put off."""
+    """With all gradients."""
+    split: float
+    """Of a backward that puts off what it can."""
     weight: float
-    """For those gradients."""
+    """Of what that has put off."""
     parameters: int
     """Of its parameters and buffers, except those of an earlier layer."""
     trained: int
@@ -54,6 +56,8 @@ class LayerCost(NamedTuple):
     """The peak of a forward that saves nothing, beyond its input."""
     backward_extra: int
     """The peak of its backward, beyond what it has saved and the gradient of its output."""
+    split_extra: int
+    """The same, of a backward that puts off what it can."""
     stashed: dict[Key, int]
     """Of each skip that it stashes."""
     popped: list[Key]
@@ -85,9 +89,19 @@ def _measure(probe: Probe) -> tuple[LayerCost, Carried]:
     forward, forward_extra = meter.read()
     roots, _ = differentiable(again)
     ones = [torch.ones_like(root) for root in roots]
+    wanted = [*differentiable(inputs)[0], *[p for p in probe.layer.parameters() if p.requires_grad]]
+    del again
+    meter = _Meter(probe.device)
+    if roots and wanted:
+        gradients = torch.autograd.grad(roots, wanted, ones, allow_unused=True)
+        del gradients
+    backward, backward_extra = meter.read()
+    inputs = probe.inputs()
+    roots, _ = differentiable(probe.forward(inputs))
+    ones = [torch.ones_like(root) for root in roots]
     meter = _Meter(probe.device)
     later = _go_back(inputs, roots, ones)
-    backward, backward_extra = meter.read()
+    split, split_extra = meter.read()
     weights = _storages([*probe.layer.parameters(), *probe.layer.buffers()])
     kept = _storages([tensor for use in later for tensor in (use.x.tensor, use.dy.tensor)])
     put_off = {id(leaf): leaf.nbytes for use in later for leaf in use.leaves}
@@ -99,14 +113,17 @@ def _measure(probe: Probe) -> tuple[LayerCost, Carried]:
         quiet_extra = sizes["made"]
         arriving = sum(_storages([use.dy.tensor for use in later]).values())
         trained = sum(p.nbytes for p in probe.layer.parameters() if p.requires_grad)
-        backward_extra = sizes["given"] + trained - sum(put_off.values()) + arriving
+        backward_extra = sizes["given"] + trained
+        split_extra = backward_extra - sum(put_off.values()) + arriving
     cost = LayerCost(
         forward=forward,
         backward=backward,
+        split=split,
         weight=weight,
         forward_extra=forward_extra,
         quiet_extra=quiet_extra,
         backward_extra=backward_extra,
+        split_extra=split_extra,
         parameters=0,
         trained=0,
         put_off=sum(put_off.values()),

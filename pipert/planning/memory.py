@@ -33,6 +33,7 @@ class PartitionCost(NamedTuple):
 
     forward: float
     backward: float
+    split: float
     weight: float
     parameters: int
     trained: int
@@ -71,14 +72,15 @@ class PartitionCost(NamedTuple):
                 done.append(done[-1] + left)
             peaks.append(
                 max(
-                    live + layer.made + layer.backward_extra + layer.put_off * (not puts_off)
-                    + behind
+                    live + layer.made + behind
+                    + (layer.split_extra if puts_off else layer.backward_extra)
                     for live, layer, behind in zip(saved, layers, reversed(done), strict=True)
                 )
             )
         return cls(
             forward=sum(layer.forward for layer in layers),
             backward=sum(layer.backward for layer in layers),
+            split=sum(layer.split for layer in layers),
             weight=sum(layer.weight for layer in layers),
             parameters=sum(layer.parameters for layer in layers),
             trained=sum(layer.trained for layer in layers),

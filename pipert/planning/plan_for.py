@@ -171,7 +171,7 @@ def _candidates(
         n = len(placement)
         if n > len(costs) - has_loss:
             continue
-        balance = balance_by_cost([c.forward + c.backward + c.weight for c in costs], n)
+        balance = balance_by_cost([cost.forward + cost.backward for cost in costs], n)
         ends = [0, *accumulate(balance)]
         parts = [PartitionCost.of(costs[a:b]) for a, b in zip(ends, ends[1:], strict=False)]
         if has_loss and balance[-1] == 1:
@@ -206,7 +206,7 @@ def _seconds(
         if action.kind in (FORWARD, RECOMPUTE):
             return part.forward
         if action.kind == BACKWARD:
-            return part.backward + part.weight * (not puts_off)
+            return part.split if puts_off else part.backward
         return part.weight
 
     return max(end for _, end in simulate(made, seconds, copying).values())
