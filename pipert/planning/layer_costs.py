@@ -36,6 +36,8 @@ class LayerCost(NamedTuple):
     """Of its parameters and buffers, except those of an earlier layer."""
     trained: int
     """Of those that require grad."""
+    largest: int
+    """Of the largest one that requires grad."""
     put_off: int
     """Of the gradients that can be put off."""
     given: int
@@ -47,7 +49,7 @@ class LayerCost(NamedTuple):
     saves_output: bool
     """Whether its backward needs its output."""
     saved: int
-    """Of what it saves besides these, and of the skips that it stashes."""
+    """Of what it saves besides these."""
     later: int
     """Of what is kept from ``B`` to ``W`` for the gradients that are put off."""
     forward_extra: int
@@ -58,8 +60,9 @@ class LayerCost(NamedTuple):
     """The peak of its backward, beyond what it has saved and the gradient of its output."""
     split_extra: int
     """The same, of a backward that puts off what it can."""
-    stashed: dict[Key, int]
-    """Of each skip that it stashes."""
+    stashed: dict[Key, tuple[int, int]]
+    """Of each skip that it stashes: all bytes, and those of memory beside what it saves and makes.
+    """
     popped: list[Key]
 
 
@@ -70,9 +73,9 @@ def layer_costs(module: nn.Sequential, value: Value, device: Device | None) -> l
     for layer, cost in zip(module, probe_layers(module, value, device, _measure), strict=True):
         own = {*layer.parameters(), *layer.buffers()} - known
         known |= own
-        trained = sum(tensor.nbytes for tensor in own if tensor.requires_grad)
-        parameters = sum(tensor.nbytes for tensor in own)
-        costs.append(cost._replace(parameters=parameters, trained=trained))
+        trained = [tensor.nbytes for tensor in own if tensor.requires_grad]
+        sizes = sum(tensor.nbytes for tensor in own), sum(trained), max(trained, default=0)
+        costs.append(cost._replace(parameters=sizes[0], trained=sizes[1], largest=sizes[2]))
     return costs
 
 
@@ -126,6 +129,7 @@ def _measure(probe: Probe) -> tuple[LayerCost, Carried]:
         split_extra=split_extra,
         parameters=0,
         trained=0,
+        largest=0,
         put_off=sum(put_off.values()),
         later=sum(size for key, size in kept.items() if key not in weights),
         **sizes,
@@ -145,17 +149,16 @@ def _sizes(probe: Probe) -> tuple[dict[str, Any], Carried]:
         output = probe.forward(inputs)
     saved = _storages(found)
     arrived, made = _storages(inputs), _storages(output.value)
-    stashed = _storages(output.skips)
     known = {*arrived, *made, *_storages([*probe.layer.parameters(), *probe.layer.buffers()])}
     skips = zip(probe.skips.leaving, output.skips, strict=True)
     sizes = {
-        "stashed": {key: sum(_storages(skip).values()) for (key, _), skip in skips},
+        "stashed": {key: _stashed(_storages(skip), {**saved, **made}) for (key, _), skip in skips},
         "popped": [key for key, _ in probe.skips.arriving],
         "given": sum(_storages(inputs.value).values()),
         "made": sum(size for key, size in made.items() if key not in arrived),
         "saves_input": not saved.keys().isdisjoint(arrived),
         "saves_output": not saved.keys().isdisjoint(made),
-        "saved": sum(size for key, size in {**saved, **stashed}.items() if key not in known),
+        "saved": sum(size for key, size in saved.items() if key not in known),
     }
     return sizes, output
 
@@ -191,6 +194,10 @@ def _go_back(inputs: Carried, roots: Sequence[Tensor], ones: Sequence[Tensor]) -
 
     _, later = put_off.differentiate(run, wanted, edges, ones)
     return later
+
+
+def _stashed(storages: dict[int, int], saved: dict[int, int]) -> tuple[int, int]:
+    return sum(storages.values()), sum(b for key, b in storages.items() if key not in saved)
 
 
 def _storages(value: Value) -> dict[int, int]:

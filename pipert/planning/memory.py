@@ -37,6 +37,7 @@ class PartitionCost(NamedTuple):
     weight: float
     parameters: int
     trained: int
+    largest: int
     put_off: int
     given: int
     sent: int
@@ -44,8 +45,10 @@ class PartitionCost(NamedTuple):
     saved: int
     """Of what stays from the forward to the backward."""
     later: int
-    stashed: dict[Key, int]
-    """Of each skip that it stashes."""
+    unsaved: int
+    """Of its output, if its backward does not need that."""
+    stashed: dict[Key, tuple[int, int]]
+    """Of each skip that it stashes: all bytes, and those that its backward does not need."""
     popped: frozenset[Key]
     """The skips that it pops."""
     forward_peak: int
@@ -84,9 +87,11 @@ class PartitionCost(NamedTuple):
             weight=sum(layer.weight for layer in layers),
             parameters=sum(layer.parameters for layer in layers),
             trained=sum(layer.trained for layer in layers),
+            largest=max(layer.largest for layer in layers),
             put_off=sum(layer.put_off for layer in layers),
             given=layers[0].given,
             sent=layers[-1].made,
+            unsaved=layers[-1].made * (not layers[-1].saves_output),
             saved=saved[-1],
             later=sum(layer.later for layer in layers),
             stashed={key: size for layer in layers for key, size in layer.stashed.items()},
@@ -118,7 +123,9 @@ def _around_each(layers: Sequence[LayerCost]) -> tuple[list[int], list[int]]:
     return begin, found
 
 
-def peaks(plan: Plan, costs: Sequence[PartitionCost], scale: float, batch: int) -> list[int]:
+def peaks(
+    plan: Plan, costs: Sequence[PartitionCost], scale: float, batch: int, targets: int = 0
+) -> list[int]:
     """Predict the peak of each worker's device.
 
     Args:
@@ -126,7 +133,8 @@ def peaks(plan: Plan, costs: Sequence[PartitionCost], scale: float, batch: int) 
         costs: of each partition.
         scale: the memory of a trained parameter with its ``.grad`` and the optimizer's state, of
             that of the parameter alone.
-        batch: the bytes of the mini-batch.
+        batch: the bytes of the mini-batch, which is on the first device.
+        targets: the bytes of the targets, which are on the last one.
     """
     tasks = _Tasks(plan, costs)
     live, most = Counter[int](), Counter[int]()
@@ -140,6 +148,7 @@ def peaks(plan: Plan, costs: Sequence[PartitionCost], scale: float, batch: int) 
     for cost, worker in zip(costs, plan.placement, strict=True):
         most[worker] += round(cost.parameters + (scale - 2) * cost.trained)
     most[plan.placement[0]] += batch
+    most[plan.placement[-1]] += targets
     return [most[worker] for worker in sorted(most)]
 
 
@@ -152,27 +161,36 @@ class _Tasks:
         self._begun = set[tuple[str, int]]()
         homes = {key: j for j, cost in enumerate(costs) for key in cost.stashed}
         self._skips = [
-            [(homes[key], costs[homes[key]].stashed[key]) for key in cost.popped if homes[key] != j]
+            [
+                (homes[key], *costs[homes[key]].stashed[key])
+                for key in cost.popped
+                if homes[key] != j
+            ]
             for j, cost in enumerate(costs)
         ]
-        """For each partition, where the skips that it pops come from, and their bytes."""
+        """For each partition, where the skips that it pops come from, all their bytes, and those
+        that are not saved there."""
         self._inputs = [
-            [(j - 1, costs[j - 1].sent)] * (j > 0) + skips for j, skips in enumerate(self._skips)
+            [(j - 1, costs[j - 1].sent, costs[j - 1].unsaved)] * (j > 0) + skips
+            for j, skips in enumerate(self._skips)
         ]
         self._given = [
-            sum(size for _, size in inputs) if j else costs[0].given
+            sum(size for _, size, _ in inputs) if j else costs[0].given
             for j, inputs in enumerate(self._inputs)
         ]
 
     def peak(self, action: Action) -> int:
         """Return the most bytes that a task needs beside what is there when it begins."""
         cost = self._costs[action.j]
-        skips = sum(size for _, size in self._skips[action.j])  # held by the task
+        skips = sum(size for _, size, _ in self._skips[action.j])  # held by the task
+        # The second gradient of a weight is not added in place: others may have the first.
+        adding = cost.largest * (action.i == 1)
         if action.kind == WEIGHT:  # frees while it makes
-            return max(0, cost.put_off - cost.later)
+            return max(0, cost.put_off + adding - cost.later)
         if action.kind == BACKWARD:
             peak = cost.split_peak if self._puts_off else cost.backward_peak
-            return peak - cost.saved + skips
+            made = cost.trained + (cost.later - cost.put_off) * self._puts_off
+            return max(peak, made + self._given[action.j] + adding) - cost.saved + skips
         if action.kind == FORWARD and action.i < self._plan.recomputed[action.j]:
             return max(self._given[action.j], cost.quiet_peak) + skips
         return cost.forward_peak + skips
@@ -191,18 +209,20 @@ class _Tasks:
             yield j, -cost.later
         # Outputs wait to be copied by the next forward, and gradients by the next backward.
         if kind in (FORWARD, BACKWARD):
-            for source, size in self._between(j):
-                yield (source, -size) if kind == FORWARD else (j, size)
+            for source, size, unsaved in self._between(j):
+                left = size if i < self._plan.recomputed[source] else unsaved
+                yield (source, -left) if kind == FORWARD else (j, size)
             for to in range(self._plan.n):
-                for source, size in self._between(to):
+                for source, size, unsaved in self._between(to):
                     if source == j:
-                        yield (j, size) if kind == FORWARD else (to, -size)
+                        left = size if is_recomputed else unsaved
+                        yield (j, left) if kind == FORWARD else (to, -size)
         if (kind, j) not in self._begun:  # the first gradients stay, others are added to them
             self._begun.add((kind, j))
             put_off = cost.put_off * self._puts_off
             yield j, {BACKWARD: cost.trained - put_off, WEIGHT: put_off}.get(kind, 0)
 
-    def _between(self, j: int) -> list[tuple[int, int]]:
+    def _between(self, j: int) -> list[tuple[int, int, int]]:
         """Return from where, on other devices, how many bytes come to a partition."""
         placement = self._plan.placement
-        return [(k, size) for k, size in self._inputs[j] if placement[k] != placement[j]]
+        return [each for each in self._inputs[j] if placement[each[0]] != placement[j]]

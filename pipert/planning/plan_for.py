@@ -123,14 +123,14 @@ def plan_for(
     layers = module if loss_fn is None else nn.Sequential(*module, _Loss(loss_fn))
     rows = len(next(iter(tensors_of(example)[0])))
     tried = chunks or [k * d for k in (1, 2, 4, 8) if k * d <= rows] or [1]
-    batch = sum(tensor.nbytes for tensor in tensors_of(example)[0])
+    sizes = [sum(tensor.nbytes for tensor in tensors_of(x)[0]) for x in (example, target)]
     found = list[Candidate]()
     for m in tried:
         (value, *_), (aim, *_) = micro_batches(example, m), micro_batches((target,), m)
         if loss_fn is not None:
             layers[-1].target = aim
         costs = layer_costs(layers, value, measured_on)
-        found += _candidates(costs, loss_fn is not None, m, names, where, param_scale, batch)
+        found += _candidates(costs, loss_fn is not None, m, names, where, param_scale, sizes)
     fit = [each for each in found if all(a <= b for a, b in zip(each.peaks, limits, strict=True))]
     if not fit:
         raise ValueError(_what_is_missing(found, limits, names))
@@ -158,7 +158,7 @@ def _candidates(
     names: list[str],
     where: list[torch.device],
     scale: float,
-    batch: int,
+    sizes: list[int],
 ) -> Iterator[Candidate]:
     d = len(names)
     straight, turns, v = [*range(d)], [*range(d)] * 2, [*range(d), *reversed(range(d))]
@@ -181,7 +181,7 @@ def _candidates(
         for schedule in schedules:
             for modes in _modes(n):
                 made = plan(schedule, m, n, placement, recomputed_in_each(modes, m, n))
-                most = peaks(made, parts, scale, batch)
+                most = peaks(made, parts, scale, *sizes)
                 seconds = _seconds(made, parts, copying)
                 checkpoint = modes[0] if len(set(modes)) == 1 else modes
                 on = tuple([names[k] for k in placement])
