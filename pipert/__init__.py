@@ -28,6 +28,7 @@ from pipert.observe.observers import Observer, RunInfo, TaskInfo
 from pipert.pipe import Pipe
 from pipert.pipeline import pipeline
 from pipert.pipes.module_pipe import ModulePipe
+from pipert.planning.search import plan_for
 from pipert.status import Statistics, TaskStatus, WorkerStatistics
 from pipert.timeline.timeline import Timeline
 
@@ -62,4 +63,5 @@ __all__ = [
     "is_recomputing",
     "never_recompute",
     "pipeline",
+    "plan_for",
 ]

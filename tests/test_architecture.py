@@ -32,6 +32,7 @@ ROOMS = [
     {"engine"},
     {"balance"},
     {"timeline"},
+    {"planning"},
     {"pipes"},
     {"pipe", "pipeline", "prometheus", "__init__"},
     {"check", "transformers"},
@@ -68,6 +69,7 @@ PUBLIC = {
     "is_recomputing",
     "never_recompute",
     "pipeline",
+    "plan_for",
 }
 
 

@@ -174,7 +174,7 @@ def _measure(probe: Probe) -> tuple[_Measured, Carried]:
 
     def keep(tensor: Tensor) -> Tensor:
         saved.append(tensor.detach())
-        return tensor
+        return saved[-1]  # an output itself would keep its graph, which keeps the output
 
     arrived, popped = _storages(inputs), _storages(inputs.skips)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):

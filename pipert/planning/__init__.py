@@ -1,11 +1,11 @@
 """Plans a pipe before there is one: which balance, chunks, checkpoint and schedule fit the memory.
 
 ``layer_costs`` measures each layer once, ``memory`` predicts the peak of each device, and
-``plan_for`` searches.
+``search`` tries them.
 """
 
 from __future__ import annotations
 
-from pipert.planning.plan_for import Candidate, Candidates, plan_for
+from pipert.planning.search import Candidate, Candidates, plan_for
 
 __all__ = ["Candidate", "Candidates", "plan_for"]

@@ -63,7 +63,8 @@ class LayerCost(NamedTuple):
     stashed: dict[Key, tuple[int, int]]
     """Of each skip that it stashes: all bytes, and those of memory beside what it saves and makes.
     """
-    popped: list[Key]
+    popped: dict[Key, int]
+    """Of each skip that it pops, if its backward needs that; else 0."""
 
 
 def layer_costs(module: nn.Sequential, value: Value, device: Device | None) -> list[LayerCost]:
@@ -96,8 +97,7 @@ def _measure(probe: Probe) -> tuple[LayerCost, Carried]:
     del again
     meter = _Meter(probe.device)
     if roots and wanted:
-        gradients = torch.autograd.grad(roots, wanted, ones, allow_unused=True)
-        del gradients
+        torch.autograd.grad(roots, wanted, ones, allow_unused=True)
     backward, backward_extra = meter.read()
     inputs = probe.inputs()
     roots, _ = differentiable(probe.forward(inputs))
@@ -143,7 +143,7 @@ def _sizes(probe: Probe) -> tuple[dict[str, Any], Carried]:
 
     def keep(tensor: Tensor) -> Tensor:
         found.append(tensor.detach())
-        return tensor
+        return found[-1]  # an output itself would keep its graph, which keeps the output
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         output = probe.forward(inputs)
@@ -151,12 +151,16 @@ def _sizes(probe: Probe) -> tuple[dict[str, Any], Carried]:
     arrived, made = _storages(inputs), _storages(output.value)
     known = {*arrived, *made, *_storages([*probe.layer.parameters(), *probe.layer.buffers()])}
     skips = zip(probe.skips.leaving, output.skips, strict=True)
+    popped = zip(probe.skips.arriving, inputs.skips, strict=True)
     sizes = {
         "stashed": {key: _stashed(_storages(skip), {**saved, **made}) for (key, _), skip in skips},
-        "popped": [key for key, _ in probe.skips.arriving],
+        "popped": {
+            key: sum(size for storage, size in _storages(skip).items() if storage in saved)
+            for (key, _), skip in popped
+        },
         "given": sum(_storages(inputs.value).values()),
         "made": sum(size for key, size in made.items() if key not in arrived),
-        "saves_input": not saved.keys().isdisjoint(arrived),
+        "saves_input": not saved.keys().isdisjoint(_storages(inputs.value)),
         "saves_output": not saved.keys().isdisjoint(made),
         "saved": sum(size for key, size in saved.items() if key not in known),
     }

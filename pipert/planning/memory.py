@@ -109,12 +109,14 @@ def _around_each(layers: Sequence[LayerCost]) -> tuple[list[int], list[int]]:
     What lies between two layers counts once if either needs it.
     """
     begin, found, total = list[int](), list[int](), 0
+    own = {key for layer in layers for key in layer.stashed}
     between, is_saved = layers[0].given, False
     for layer in layers:
         begin.append(total + between * (not is_saved))
         if layer.saves_input and not is_saved:
             total, is_saved = total + between, True
-        total += layer.saved
+        # Copies of skips from other partitions; others count where they were stashed.
+        total += layer.saved + sum(b for key, b in layer.popped.items() if key not in own)
         if layer.made:  # else it works in place
             between, is_saved = layer.made, False
         if layer.saves_output and not is_saved:

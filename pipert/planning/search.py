@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import Any
+from itertools import accumulate, pairwise, product
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,10 @@ from pipert.balance.by_cost import balance_by_cost
 from pipert.balance.by_time import now
 from pipert.balance.probe import micro_batches
 from pipert.batch.tensors import tensors_of
-from pipert.model.devices import default_devices, parse_devices, where_tensors_are
+from pipert.model.calls import settled
+from pipert.model.devices import parse_devices, where_tensors_are
+from pipert.model.settings import check_chunks
+from pipert.model.split import check_module
 from pipert.planning.layer_costs import LayerCost, layer_costs
 from pipert.planning.memory import PartitionCost, peaks
 from pipert.schedules.action import BACKWARD, FORWARD, RECOMPUTE, WEIGHT, Action
@@ -52,21 +55,19 @@ class Candidate:
 
 
 class Candidates(tuple[Candidate, ...]):
-    """Ways that fit, the fastest first. ``print`` shows them as a table, and the lines to paste."""
+    """Ways that fit, the fastest first. ``print`` shows a table, and the lines to paste."""
 
     __slots__ = ()
 
     def __str__(self) -> str:
-        rows = [("ms a step", "chunks", "schedule", "balance", "checkpoint", "GiB on each device")]
+        rows = [("ms a step", "chunks", "schedule", "balance", "checkpoint", "peak of each device")]
         for each in self:
-            checkpoint = each.checkpoint
+            modes = each.checkpoint
             rows.append((
-                f"{1e3 * each.seconds:.2f}",
-                str(each.chunks),
-                each.schedule,
+                f"{1e3 * each.seconds:.2f}", str(each.chunks), each.schedule,
                 " ".join(map(str, each.balance)),
-                checkpoint if isinstance(checkpoint, str) else " ".join(checkpoint),
-                " ".join(f"{peak / 2**30:.3g}" for peak in each.peaks),
+                modes if isinstance(modes, str) else " ".join(modes),
+                ", ".join(map(_text, each.peaks)),
             ))  # fmt: skip
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
@@ -83,54 +84,58 @@ def plan_for(
     devices: Iterable[Device] | None = None,
     chunks: Sequence[int] | None = None,
     param_scale: float = 2.0,
-    device: Device | None = None,
     best: int = 5,
 ) -> Candidates:
-    """Find the fastest steps of a model that fit the memory of its devices.
+    """Find the fastest steps that fit the memory of the devices.
 
-    >>> print(pipert.plan_for(module, x, memory="20GiB", loss_fn=loss, target=y))  # doctest: +SKIP
+    ::
 
-    Each layer is measured once for each number of chunks, on a copy, so that the model need not fit
-    on one device. Then balances, schedules and the checkpoint of each partition are tried in a
-    simulation.
+        print(pipert.plan_for(module, x, target=y, loss_fn=loss_fn, memory="20GiB"))
+
+    Each layer is measured for each number of chunks, on a copy, so the model need not fit on one
+    device. Then balances, schedules and the checkpoint of each partition are tried in a simulation,
+    which takes seconds. On a GPU the peak statistics of memory are reset.
 
     Args:
-        module: the layers, as for :class:`Pipe`.
+        module: the layers, as for :class:`Pipe`; it stays unchanged.
         example: a mini-batch, as large as those to train with.
         memory: how much each device may use: bytes, or a text such as ``'20GiB'``; or one for each
             device. Leave some for workspaces and fragmentation, which are not predicted.
         loss_fn, target: as in :meth:`Pipe.forward_backward`; the loss is measured as a part of the
-            last layer. Default: it costs nothing.
-        devices: the devices to use, each once. Default: as for :class:`Pipe`.
-        chunks: the numbers of micro-batches to try. Default: one to eight times the number of
-            devices, in powers of two.
+            last partition. Default: it costs nothing.
+        devices: the devices to use, each once; layers are measured on the first. Default: the CUDA
+            devices in order, or one CPU.
+        chunks: the numbers of micro-batches to try. Default: one, two, four and eight times the
+            number of devices, as far as there are rows.
         param_scale: the memory of a trained parameter with its gradient and the optimizer's state,
             relative to that of the parameter alone: 2 for SGD, 3 with momentum, 4 for Adam.
-        device: where to measure. Default: the first of ``devices``.
         best: how many candidates to return, at most.
 
+    Returns:
+        The candidates that fit, the fastest first.
+
     Raises:
-        ValueError: nothing fits; the message says what is missing.
-        TypeError, Exception: as :func:`.layer_times`.
+        ValueError: nothing fits; the message says what is missing. Or an argument is wrong.
+        TypeError: ``module`` is not a plain ``nn.Sequential``.
+        Exception: whatever a layer raises, with a note that names the layer.
     """
-    names = [str(each) for each in (default_devices(1) if devices is None else devices)]
-    if devices is None and torch.cuda.is_available():
-        names = [f"cuda:{k}" for k in range(torch.cuda.device_count())]
-    d = len(names)
-    limits = [_bytes(each) for each in _each(memory, d)]
+    check_module(module)
+    names = _names(devices)
     where = where_tensors_are(parse_devices(names))
-    measured_on = where[0] if device is None else device
-    layers = module if loss_fn is None else nn.Sequential(*module, _Loss(loss_fn))
-    rows = len(next(iter(tensors_of(example)[0])))
-    tried = chunks or [k * d for k in (1, 2, 4, 8) if k * d <= rows] or [1]
+    limits = [_bytes(each) for each in _each(memory, len(names))]
+    rows = min([len(tensor) for tensor in tensors_of(example)[0] if tensor.dim()], default=1)
+    tried = chunks or [k * len(names) for k in (1, 2, 4, 8) if k * len(names) <= rows] or [1]
     sizes = [sum(tensor.nbytes for tensor in tensors_of(x)[0]) for x in (example, target)]
+    search = _Search(names, where, loss_fn is not None, param_scale, sizes)
     found = list[Candidate]()
-    for m in tried:
-        (value, *_), (aim, *_) = micro_batches(example, m), micro_batches((target,), m)
+    for m in map(check_chunks, tried):
+        layers = [*module]
         if loss_fn is not None:
-            layers[-1].target = aim
-        costs = layer_costs(layers, value, measured_on)
-        found += _candidates(costs, loss_fn is not None, m, names, where, param_scale, sizes)
+            aim = None if target is None else micro_batches(target, m)[0]
+            layers.append(_Loss(loss_fn, settled(aim, where[0])))
+        value, *others = micro_batches(example, m)
+        costs = layer_costs(nn.Sequential(*layers), value, where[0])
+        found += search.candidates(costs, 1 + len(others))
     fit = [each for each in found if all(a <= b for a, b in zip(each.peaks, limits, strict=True))]
     if not fit:
         raise ValueError(_what_is_missing(found, limits, names))
@@ -138,56 +143,67 @@ def plan_for(
     return Candidates(fastest[:best])
 
 
+def _names(devices: Iterable[Device] | None) -> list[str]:
+    if devices is not None:
+        return list(map(str, devices))
+    return [f"cuda:{k}" for k in range(torch.cuda.device_count())] or ["cpu"]
+
+
 class _Loss(nn.Module):
-    """The loss, as a layer."""
+    """The loss of one micro-batch, as a layer."""
 
-    target: Any = None
-
-    def __init__(self, loss_fn: Callable[..., Tensor]) -> None:
+    def __init__(self, loss_fn: Callable[..., Tensor], target: Value) -> None:
         super().__init__()
-        self._loss_fn = loss_fn
+        self._loss_fn, self._target = loss_fn, target
 
     def forward(self, y: Value) -> Tensor:
-        return self._loss_fn(y, self.target)
+        return self._loss_fn(y, self._target)
 
 
-def _candidates(
-    costs: Sequence[LayerCost],
-    has_loss: bool,
-    m: int,
-    names: list[str],
-    where: list[torch.device],
-    scale: float,
-    sizes: list[int],
-) -> Iterator[Candidate]:
-    d = len(names)
-    straight, turns, v = [*range(d)], [*range(d)] * 2, [*range(d), *reversed(range(d))]
-    ways: list[tuple[list[int], tuple[str, ...]]] = [
-        (straight, ("1f1b", "eager-1f1b", "zb-h1", "zb-h2"))
-    ]
-    if d > 1:
-        ways += [(turns, ("interleaved",)), (v, ("zb-v",))]
-    for placement, schedules in ways:
-        n = len(placement)
-        if n > len(costs) - has_loss:
-            continue
-        balance = balance_by_cost([cost.forward + cost.backward for cost in costs], n)
-        ends = [0, *accumulate(balance)]
-        parts = [PartitionCost.of(costs[a:b]) for a, b in zip(ends, ends[1:], strict=False)]
-        if has_loss and balance[-1] == 1:
-            continue
-        shown = [*balance[:-1], balance[-1] - has_loss]
-        copying = _copy_times(parts, placement, where)
-        for schedule in schedules:
-            for modes in _modes(n):
+class _Search(NamedTuple):
+    """What all candidates have in common."""
+
+    names: list[str]
+    where: list[torch.device]
+    has_loss: bool
+    scale: float
+    sizes: list[int]
+    """The bytes of the mini-batch, and of the targets."""
+
+    def candidates(self, costs: Sequence[LayerCost], m: int) -> Iterator[Candidate]:
+        """Yield all ways with ``m`` micro-batches."""
+        d = len(self.names)
+        ways: list[tuple[list[int], tuple[str, ...]]] = [([*range(d)], _STRAIGHT)]
+        if d > 1:
+            ways += [([*range(d)] * 2, ("interleaved",))]
+            ways += [([*range(d), *reversed(range(d))], ("zb-v",))]
+        layers = [cost.forward + cost.backward for cost in costs]
+        for placement, schedules in ways:
+            n = len(placement)
+            if n > len(costs) - self.has_loss:
+                continue
+            balance = balance_by_cost(layers, n)
+            if balance[-1] == self.has_loss:  # the loss alone is no partition
+                continue
+            ends = [0, *accumulate(balance)]
+            parts = [PartitionCost.of(costs[a:b]) for a, b in pairwise(ends)]
+            balance[-1] -= self.has_loss
+            copying = _copy_times(parts, placement, self.where)
+            devices = tuple([self.names[k] for k in placement])
+            for schedule, modes in product(schedules, _modes(n)):
                 made = plan(schedule, m, n, placement, recomputed_in_each(modes, m, n))
-                most = peaks(made, parts, scale, *sizes)
-                seconds = _seconds(made, parts, copying)
-                checkpoint = modes[0] if len(set(modes)) == 1 else modes
-                on = tuple([names[k] for k in placement])
                 yield Candidate(
-                    tuple(shown), on, m, checkpoint, schedule, seconds, tuple(most)
+                    tuple(balance),
+                    devices,
+                    m,
+                    modes[0] if len(set(modes)) == 1 else modes,
+                    schedule,
+                    _seconds(made, parts, copying),
+                    tuple(peaks(made, parts, self.scale, *self.sizes)),
                 )
+
+
+_STRAIGHT = ("1f1b", "eager-1f1b", "zb-h1", "zb-h2")
 
 
 def _modes(n: int) -> Iterator[tuple[str, ...]]:
@@ -251,6 +267,12 @@ def _bytes(memory: int | str) -> int:
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
+def _text(size: int) -> str:
+    """Return a number of bytes as a text such as ``'1.5 GiB'``."""
+    power = min(max(size.bit_length() - 1, 0) // 10, 4)
+    return f"{size / 2 ** (10 * power):.3g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
+
+
 def _what_is_missing(
     found: Sequence[Candidate], limits: Sequence[int], names: Sequence[str]
 ) -> str:
@@ -259,12 +281,12 @@ def _what_is_missing(
 
     least = min(found, key=excess)
     missing = [
-        f"{names[k]} needs {peak / 2**30:.2f} GiB of {limit / 2**30:.2f}"
-        for k, (peak, limit) in enumerate(zip(least.peaks, limits, strict=True))
+        f"{name} needs {_text(peak)} of {_text(limit)}"
+        for name, peak, limit in zip(names, least.peaks, limits, strict=True)
         if peak > limit
     ]
     return (
-        f"nothing fits. The candidate that comes closest lacks {excess(least) / 2**30:.2f} GiB: "
-        f"{', '.join(missing)}, with chunks={least.chunks}, schedule={least.schedule!r} and "
-        f"checkpoint={least.checkpoint!r}; use more devices, fewer rows, or more chunks"
+        f"nothing fits. In the candidate that comes closest {', '.join(missing)}, with chunks="
+        f"{least.chunks}, schedule={least.schedule!r} and checkpoint={least.checkpoint!r}; use "
+        "more devices, fewer rows, or more chunks"
     )

@@ -1,0 +1,162 @@
+"""Tests the search for a step that fits, on CPU, where bytes are counted tensor by tensor."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipert import Pipe, plan_for
+from pipert.balance import layer_sizes
+from pipert.planning import search
+from pipert.planning.layer_costs import layer_costs
+from pipert.planning.memory import PartitionCost, peaks
+from pipert.schedules import plan
+from tests.activations import Activations
+
+CPUS = ["cpu"] * 2
+
+
+def layers(count: int = 4, width: int = 16) -> nn.Sequential:
+    return nn.Sequential(
+        *[nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(count)]
+    )
+
+
+def square(y: Tensor, _: object = None) -> Tensor:
+    return y.square().mean()
+
+
+def test_candidates_are_the_fastest_first_and_fit() -> None:
+    found = plan_for(layers(), torch.randn(32, 16), memory="1GB", loss_fn=square, devices=CPUS)
+    assert len(found) == 5
+    seconds = [each.seconds for each in found]
+    assert seconds == sorted(seconds) and seconds[0] > 0
+    for each in found:
+        assert sum(each.balance) == 4 and len(each.peaks) == 2
+        assert all(0 < peak <= 10**9 for peak in each.peaks)
+
+
+def test_each_candidate_runs_as_it_is() -> None:
+    module, x = layers(), torch.randn(32, 16)
+    state = copy.deepcopy(module.state_dict())
+    found = plan_for(
+        module, x, memory=10**9, loss_fn=square, devices=CPUS, chunks=[2, 4], best=1000
+    )
+    assert {each.schedule for each in found} == {
+        "1f1b", "eager-1f1b", "zb-h1", "zb-h2", "interleaved", "zb-v"
+    }  # fmt: skip
+    assert {each.chunks for each in found} == {2, 4}
+    assert ("always", "never") in {each.checkpoint for each in found}
+    for name, value in module.state_dict().items():
+        assert torch.equal(value, state[name])
+    # Logical CPU devices: two partitions on one need a number.
+    for each in found[:: max(1, len(found) // 12)]:
+        names = [f"cpu:{k}" for k in _workers(each)]
+        with Pipe(
+            layers(), each.balance, devices=names, chunks=each.chunks, checkpoint=each.checkpoint
+        ) as pipe:
+            pipe.forward_backward(x, loss_fn=square, schedule=each.schedule)
+
+
+def _workers(each: Any) -> list[int]:
+    n = len(each.balance)
+    if each.schedule == "zb-v":
+        return [*range(n // 2), *reversed(range(n // 2))]
+    return [j % 2 for j in range(n)]
+
+
+def test_less_memory_means_recomputation_and_then_a_refusal_that_says_what_is_missing() -> None:
+    module, x = layers(8, 64), torch.randn(256, 64)
+    options: Any = {"loss_fn": square, "devices": CPUS, "chunks": [4], "best": 1000}
+    every = plan_for(module, x, memory="1GiB", **options)
+    least = min(max(each.peaks) for each in every)
+    (tight,) = [plan_for(module, x, memory=least, **options)]
+    assert all(max(each.peaks) <= least for each in tight) and len(tight) < len(every)
+    assert any(each.checkpoint != "never" for each in tight)
+    with pytest.raises(ValueError, match=r"nothing fits\. .* needs .*KiB of 1 KiB, with chunks=4"):
+        plan_for(module, x, memory="1KiB", **options)
+    each = plan_for(module, x, memory=[2**30, least], **options)
+    assert all(found.peaks[1] <= least for found in each)
+
+
+def test_the_table_and_the_lines_to_paste() -> None:
+    found = plan_for(
+        layers(), torch.randn(8, 16), memory="1GiB", devices=["cpu"], chunks=[2], best=1
+    )
+    head, row, _, make, step = str(found).splitlines()
+    assert head.split("  ")[0] == "ms a step" and row.split()[1] == "2"
+    assert make == "pipe = Pipe(module, [4], devices=['cpu'], chunks=2, checkpoint='never')"
+    assert step == f"pipe.forward_backward(..., schedule={found[0].schedule!r})"
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("20GiB", 20 * 2**30), ("1.5 MB", 1_500_000), ("7", 7), (7, 7), ("2 KiB", 2048),
+        ("1TB", 10**12),
+    ],  # fmt: skip
+)
+def test_sizes_may_be_texts(text: int | str, size: int) -> None:
+    assert search._bytes(text) == size
+
+
+@pytest.mark.parametrize("memory", ["much", "", "1XB", "-1GB"])
+def test_other_texts_are_refused(memory: str) -> None:
+    with pytest.raises(ValueError, match="memory is a number of bytes, or a text such as '20GiB'"):
+        plan_for(layers(), torch.randn(8, 16), memory=memory, devices=CPUS)
+
+
+def test_other_bad_arguments_are_refused() -> None:
+    with pytest.raises(ValueError, match="one for each of 2 devices"):
+        plan_for(layers(), torch.randn(8, 16), memory=[1, 2, 3], devices=CPUS)
+    module: Any = nn.Linear(16, 16)
+    with pytest.raises(TypeError, match="Sequential"):
+        plan_for(module, torch.randn(8, 16), memory=1, devices=CPUS)
+
+
+def test_bytes_of_a_linear_layer_and_of_partitions() -> None:
+    """A Linear needs its input, and keeps it and its gradient; Tanh needs its output."""
+    module = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16))
+    costs = layer_costs(module, torch.randn(4, 16), "cpu")
+    row = 4 * 4  # bytes of a column of four rows
+    first, tanh, last = costs
+    assert first.parameters == first.trained == 4 * (16 * 32 + 32)
+    assert first.put_off == first.largest == 4 * 16 * 32
+    assert (first.saves_input, first.saves_output, first.saved) == (True, False, 0)
+    assert (tanh.saves_input, tanh.saves_output, tanh.saved) == (False, True, 0)
+    assert first.later == row * (16 + 32)
+    part = PartitionCost.of(costs)
+    assert part.saved == row * (16 + 32)  # the tensor between Tanh and Linear counts once
+    assert part.later == row * (16 + 32 + 32 + 16)
+    assert PartitionCost.of([last]).given == row * 32
+
+
+@pytest.mark.parametrize(("schedule", "kept"), [("1f1b", 2), ("gpipe", 4), ("zb-h2", 3)])
+def test_peaks_rise_with_the_micro_batches_that_are_kept(schedule: str, kept: int) -> None:
+    module = nn.Sequential(nn.Linear(64, 64, bias=False))
+    (cost,) = layer_costs(module, torch.randn(512, 64), "cpu")
+    part = PartitionCost.of([cost])
+    made = plan(schedule, 4, 2)
+    found = peaks(made, [part, part], 2.0, 0)[0]
+    fixed = part.parameters + 512 * 64 * 4  # its output on the way, or the gradient of its input
+    assert kept * part.saved <= found - fixed <= (2 * kept + 2) * part.saved
+
+
+def test_measuring_leaves_nothing_behind() -> None:
+    """A layer that saves its output would keep it alive, if a hook returned it as it is."""
+    made = Activations()
+
+    class Keeps(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return made.add(x.exp())
+
+    module = nn.Sequential(Keeps(), nn.Linear(3, 3))
+    layer_sizes(module, torch.randn(4, 3), device="cpu")
+    layer_costs(module, torch.randn(4, 3), "cpu")
+    gc.collect()
+    assert made.left() == 0
