@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from pipert._typing import Device, Value
 from pipert.balance.by_cost import balance_by_cost
 from pipert.balance.by_time import now
-from pipert.balance.probe import micro_batches
+from pipert.balance.probe import copied, micro_batches
 from pipert.batch.tensors import tensors_of
 from pipert.model.calls import settled
 from pipert.model.devices import parse_devices, where_tensors_are
@@ -128,6 +128,8 @@ def plan_for(
     sizes = [sum(tensor.nbytes for tensor in tensors_of(x)[0]) for x in (example, target)]
     search = _Search(names, where, loss_fn is not None, param_scale, sizes)
     found = list[Candidate]()
+    if isinstance(loss_fn, nn.Module):  # with class weights, perhaps
+        loss_fn = copied(loss_fn, where[0])
     for m in map(check_chunks, tried):
         layers = [*module]
         if loss_fn is not None:
@@ -150,14 +152,18 @@ def _names(devices: Iterable[Device] | None) -> list[str]:
 
 
 class _Loss(nn.Module):
-    """The loss of one micro-batch, as a layer."""
+    """The loss of one micro-batch, as a layer. What ``loss_fn`` belongs to is not copied with it."""
 
     def __init__(self, loss_fn: Callable[..., Tensor], target: Value) -> None:
         super().__init__()
-        self._loss_fn, self._target = loss_fn, target
+        self._given = loss_fn, target
 
     def forward(self, y: Value) -> Tensor:
-        return self._loss_fn(y, self._target)
+        loss_fn, target = self._given
+        return loss_fn(y, target)
+
+    def __deepcopy__(self, memo: object) -> _Loss:
+        return self
 
 
 class _Search(NamedTuple):

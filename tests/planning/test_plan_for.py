@@ -70,6 +70,21 @@ def _workers(each: Any) -> list[int]:
     return [j % 2 for j in range(n)]
 
 
+def test_a_loss_may_be_a_module_or_a_method_and_is_left_alone() -> None:
+    class Owner:
+        def __deepcopy__(self, memo: object) -> Any:
+            raise AssertionError("copied")
+
+        def loss(self, y: Tensor, target: Tensor) -> Tensor:
+            return (y - target).square().mean()
+
+    x, classes = torch.randn(8, 16), torch.randint(16, (8,))
+    options: Any = {"memory": "1GiB", "devices": CPUS, "chunks": [2]}
+    weighted = nn.CrossEntropyLoss(torch.rand(16))
+    assert plan_for(layers(), x, target=classes, loss_fn=weighted, **options)
+    assert plan_for(layers(), x, target=x, loss_fn=Owner().loss, **options)
+
+
 def test_less_memory_means_recomputation_and_then_a_refusal_that_says_what_is_missing() -> None:
     module, x = layers(8, 64), torch.randn(256, 64)
     options: Any = {"loss_fn": square, "devices": CPUS, "chunks": [4], "best": 1000}
