@@ -152,7 +152,7 @@ def _names(devices: Iterable[Device] | None) -> list[str]:
 
 
 class _Loss(nn.Module):
-    """The loss of one micro-batch, as a layer. What ``loss_fn`` belongs to is not copied with it."""
+    """The loss of a micro-batch, as a layer. What ``loss_fn`` belongs to is not copied with it."""
 
     def __init__(self, loss_fn: Callable[..., Tensor], target: Value) -> None:
         super().__init__()
