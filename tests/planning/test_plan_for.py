@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 from typing import Any
 
 import pytest
@@ -19,6 +20,13 @@ from pipert.schedules import plan
 from tests.activations import Activations
 
 CPUS = ["cpu"] * 2
+
+
+@pytest.fixture(autouse=True)
+def _steady_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets each measured task take a millisecond, so that balances are the same in each run."""
+    ticks = itertools.count()
+    monkeypatch.setattr("pipert.planning.layer_costs.now", lambda _: next(ticks) / 1000)
 
 
 def layers(count: int = 4, width: int = 16) -> nn.Sequential:
