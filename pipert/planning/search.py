@@ -184,16 +184,15 @@ class _Search(NamedTuple):
             ways += [([*range(d)] * 2, ("interleaved",))]
             ways += [([*range(d), *reversed(range(d))], ("zb-v",))]
         layers = [cost.forward + cost.backward for cost in costs]
+        if self.has_loss:  # which stays with the last layer
+            layers[-2:] = [sum(layers[-2:])]
         for placement, schedules in ways:
             n = len(placement)
-            if n > len(costs) - self.has_loss:
+            if n > len(layers):
                 continue
             balance = balance_by_cost(layers, n)
-            if balance[-1] == self.has_loss:  # the loss alone is no partition
-                continue
-            ends = [0, *accumulate(balance)]
+            ends = [0, *accumulate(balance[:-1]), len(costs)]
             parts = [PartitionCost.of(costs[a:b]) for a, b in pairwise(ends)]
-            balance[-1] -= self.has_loss
             copying = _copy_times(parts, placement, self.where)
             devices = tuple([self.names[k] for k in placement])
             for schedule, modes in product(schedules, _modes(n)):
