@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
-from pipert.planning.search import Candidate, Candidates, plan_for
+from pipert.planning.candidate import Candidate, Candidates
+from pipert.planning.search import plan_for
 
 __all__ = ["Candidate", "Candidates", "plan_for"]

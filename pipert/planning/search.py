@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, pairwise, product
 from typing import NamedTuple
 
@@ -20,58 +19,14 @@ from pipert.model.calls import settled
 from pipert.model.devices import parse_devices, where_tensors_are
 from pipert.model.settings import check_chunks
 from pipert.model.split import check_module
+from pipert.planning.candidate import Candidate, Candidates, text_of
 from pipert.planning.layer_costs import LayerCost, layer_costs
 from pipert.planning.memory import PartitionCost, peaks
 from pipert.schedules.action import BACKWARD, FORWARD, RECOMPUTE, WEIGHT, Action
 from pipert.schedules.plan import Plan, plan, recomputed_in_each
 from pipert.schedules.simulate import simulate
 
-__all__ = ["Candidate", "Candidates", "plan_for"]
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """One way to train the model, and what is predicted of its step."""
-
-    balance: tuple[int, ...]
-    devices: tuple[str, ...]
-    chunks: int
-    checkpoint: str | tuple[str, ...]
-    schedule: str
-    seconds: float
-    """Of a step, without the optimizer."""
-    peaks: tuple[int, ...]
-    """The most bytes on each device, in the order of the devices."""
-
-    @property
-    def line(self) -> str:
-        """The lines to paste."""
-        checkpoint = self.checkpoint if isinstance(self.checkpoint, str) else [*self.checkpoint]
-        return (
-            f"pipe = Pipe(module, {[*self.balance]}, devices={[*self.devices]}, "
-            f"chunks={self.chunks}, checkpoint={checkpoint!r})\n"
-            f"pipe.forward_backward(..., schedule={self.schedule!r})"
-        )
-
-
-class Candidates(tuple[Candidate, ...]):
-    """Ways that fit, the fastest first. ``print`` shows a table, and the lines to paste."""
-
-    __slots__ = ()
-
-    def __str__(self) -> str:
-        rows = [("ms a step", "chunks", "schedule", "balance", "checkpoint", "peak of each device")]
-        for each in self:
-            modes = each.checkpoint
-            rows.append((
-                f"{1e3 * each.seconds:.2f}", str(each.chunks), each.schedule,
-                " ".join(map(str, each.balance)),
-                modes if isinstance(modes, str) else " ".join(modes),
-                ", ".join(map(_text, each.peaks)),
-            ))  # fmt: skip
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-        return "\n".join([*lines, "", self[0].line])
+__all__ = ["plan_for"]
 
 
 def plan_for(
@@ -103,8 +58,8 @@ def plan_for(
             device. Leave some for workspaces and fragmentation, which are not predicted.
         loss_fn, target: as in :meth:`Pipe.forward_backward`; the loss is measured as a part of the
             last partition. Default: it costs nothing.
-        devices: the devices to use, each once; layers are measured on the first. Default: the CUDA
-            devices in order, or one CPU.
+        devices: the devices to use, each once, or ``'cpu'`` for each logical CPU device; layers are
+            measured on the first. Default: the CUDA devices in order, or one CPU.
         chunks: the numbers of micro-batches to try. Default: one, two, four and eight times the
             number of devices, as far as there are rows.
         param_scale: the memory of a trained parameter with its gradient and the optimizer's state,
@@ -120,6 +75,8 @@ def plan_for(
         Exception: whatever a layer raises, with a note that names the layer.
     """
     check_module(module)
+    if param_scale < 2:
+        raise ValueError(f"param_scale is 2 with gradients alone, or more, got {param_scale}")
     names = _names(devices)
     where = where_tensors_are(parse_devices(names))
     limits = [_bytes(each) for each in _each(memory, len(names))]
@@ -146,9 +103,13 @@ def plan_for(
 
 
 def _names(devices: Iterable[Device] | None) -> list[str]:
-    if devices is not None:
-        return list(map(str, devices))
-    return [f"cuda:{k}" for k in range(torch.cuda.device_count())] or ["cpu"]
+    """Return each device's name; logical CPU devices get a number, as they may be named twice."""
+    if devices is None:
+        return [f"cuda:{k}" for k in range(torch.cuda.device_count())] or ["cpu:0"]
+    names = [f"cpu:{k}" if name == "cpu" else name for k, name in enumerate(map(str, devices))]
+    if len(set(names)) < len(names):
+        raise ValueError(f"each device is named once, got {names}")
+    return names
 
 
 class _Loss(nn.Module):
@@ -272,12 +233,6 @@ def _bytes(memory: int | str) -> int:
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
-def _text(size: int) -> str:
-    """Return a number of bytes as a text such as ``'1.5 GiB'``."""
-    power = min(max(size.bit_length() - 1, 0) // 10, 4)
-    return f"{size / 2 ** (10 * power):.3g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
-
-
 def _what_is_missing(
     found: Sequence[Candidate], limits: Sequence[int], names: Sequence[str]
 ) -> str:
@@ -286,7 +241,7 @@ def _what_is_missing(
 
     least = min(found, key=excess)
     missing = [
-        f"{name} needs {_text(peak)} of {_text(limit)}"
+        f"{name} needs {text_of(peak)} of {text_of(limit)}"
         for name, peak, limit in zip(names, least.peaks, limits, strict=True)
         if peak > limit
     ]

@@ -119,6 +119,6 @@ class _Simulation:
     def _is_ready(self, action: Action, now: float) -> bool:
         """Whether what ``action`` needs has arrived."""
         for needed in RULES[action.kind].needs(action, self._size):
-            if self._arrivals.get((needed, action.j), now + 1) > now:
+            if self._arrivals.get((needed, action.j), float("inf")) > now:
                 return False
         return True

@@ -62,20 +62,12 @@ def test_each_candidate_runs_as_it_is() -> None:
     assert ("always", "never") in {each.checkpoint for each in found}
     for name, value in module.state_dict().items():
         assert torch.equal(value, state[name])
-    # Logical CPU devices: two partitions on one need a number.
     for each in found[:: max(1, len(found) // 12)]:
-        names = [f"cpu:{k}" for k in _workers(each)]
         with Pipe(
-            layers(), each.balance, devices=names, chunks=each.chunks, checkpoint=each.checkpoint
-        ) as pipe:
+            layers(), each.balance, devices=each.devices, chunks=each.chunks,
+            checkpoint=each.checkpoint,
+        ) as pipe:  # fmt: skip
             pipe.forward_backward(x, loss_fn=square, schedule=each.schedule)
-
-
-def _workers(each: Any) -> list[int]:
-    n = len(each.balance)
-    if each.schedule == "zb-v":
-        return [*range(n // 2), *reversed(range(n // 2))]
-    return [j % 2 for j in range(n)]
 
 
 def test_a_loss_may_be_a_module_or_a_method_and_is_left_alone() -> None:
@@ -113,7 +105,7 @@ def test_the_table_and_the_lines_to_paste() -> None:
     )
     head, row, _, make, step = str(found).splitlines()
     assert head.split("  ")[0] == "ms a step" and row.split()[1] == "2"
-    assert make == "pipe = Pipe(module, [4], devices=['cpu'], chunks=2, checkpoint='never')"
+    assert make == "pipe = Pipe(module, [4], devices=['cpu:0'], chunks=2, checkpoint='never')"
     assert step == f"pipe.forward_backward(..., schedule={found[0].schedule!r})"
 
 
@@ -137,6 +129,10 @@ def test_other_texts_are_refused(memory: str) -> None:
 def test_other_bad_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="one for each of 2 devices"):
         plan_for(layers(), torch.randn(8, 16), memory=[1, 2, 3], devices=CPUS)
+    with pytest.raises(ValueError, match="each device is named once"):
+        plan_for(layers(), torch.randn(8, 16), memory=1, devices=["cpu:1", "cpu:1"])
+    with pytest.raises(ValueError, match="param_scale is 2 with gradients alone, or more, got 1"):
+        plan_for(layers(), torch.randn(8, 16), memory=1, devices=CPUS, param_scale=1)
     module: Any = nn.Linear(16, 16)
     with pytest.raises(TypeError, match="Sequential"):
         plan_for(module, torch.randn(8, 16), memory=1, devices=CPUS)
