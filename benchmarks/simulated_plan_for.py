@@ -8,7 +8,8 @@
 ``simulated_schedules.py``; layers are measured in virtual time, too. All candidates that fit run,
 and their order by predicted and by measured time is compared. **Peaks** are those of a U-Net, a GPT
 and a ResNet, in lockstep, where they are the same in each run; *worst* is the prediction of the
-device that is farthest off.
+device that is farthest off. *Cut* is the same as a module with a forward of its own, for
+``pipeline``.
 
 pipert itself runs; only the devices are simulated, so nothing here was measured on a GPU.
 """
@@ -40,6 +41,7 @@ from torch import Tensor, nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
 import pipert  # noqa: E402
+from pipert.balance import call_times  # noqa: E402
 from pipert.planning import Candidate, layer_costs, search  # noqa: E402
 from tests.devices.lockstep import in_lockstep  # noqa: E402
 
@@ -59,14 +61,32 @@ def of_tokens(logits: Tensor, target: Tensor) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
-def run(module: nn.Sequential, each: Candidate, *args: Any) -> tuple[float, list[int]]:
+class Cut(nn.Module):
+    """The layers of a Sequential, called by a forward of its own."""
+
+    def __init__(self, layers: nn.Sequential) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Any) -> Any:
+        """Calls each layer."""
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def run(module: nn.Module, each: Candidate, *args: Any) -> tuple[float, list[int]]:
     """Takes a step as a candidate says; returns seconds of virtual time, and peaks."""
     x, target, loss_fn = args
-    with pipert.Pipe(
-        copy.deepcopy(module), each.balance, devices=each.devices, chunks=each.chunks,
-        checkpoint=each.checkpoint,
-        deferred_batch_norm=False,
-    ) as pipe:  # fmt: skip
+    options: Any = {
+        "devices": each.devices, "chunks": each.chunks, "checkpoint": each.checkpoint,
+        "deferred_batch_norm": False,
+    }  # fmt: skip
+    with (
+        pipert.Pipe(copy.deepcopy(module), each.balance, **options)
+        if isinstance(module, nn.Sequential)
+        else pipert.pipeline(copy.deepcopy(module), each.cuts, **options)
+    ) as pipe:
         for device in DEVICES:
             torch.cuda.reset_peak_memory_stats(device)
         GPUS.reset_time()
@@ -85,11 +105,14 @@ def times() -> list[Row]:
     """Compares times of the Linears."""
     GPUS.rates(launch_us=0, memory_gbps=1e6, link_gbps=12, tflops=0.5)
     layers = [nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(16)]
-    module, x = nn.Sequential(*layers), torch.randn(2048, 256, device="cuda:0")
+    plain, x = nn.Sequential(*layers), torch.randn(2048, 256, device="cuda:0")
     table = []
-    for memory in ("9MiB", "7MiB", "6MiB"):
-        with mock.patch.object(layer_costs, "now", virtual), mock.patch.object(
-            search, "now", virtual
+    ways = [(plain, "9MiB"), (plain, "7MiB"), (plain, "6MiB"), (Cut(plain), "9MiB")]
+    for module, memory in ways:
+        with (
+            mock.patch.object(layer_costs, "now", virtual),
+            mock.patch.object(search, "now", virtual),
+            mock.patch.object(call_times, "now", virtual),
         ):
             found = pipert.plan_for(
                 module, x, memory=memory, loss_fn=square, devices=DEVICES, best=8
@@ -99,6 +122,7 @@ def times() -> list[Row]:
         ratios = [each.seconds / seconds for each, seconds in pairs]
         worst = max(ratios, key=lambda ratio: abs(ratio - 1))
         in_order = all(a <= 1.001 * b for a, b in zip(measured, measured[1:], strict=False))
+        memory += ", cut" * isinstance(module, Cut)
         missed = [f"{memory}: predicted {worst:.3f} of a time"] * (abs(worst - 1) > OFF["time"])
         missed += [f"{memory}: the candidates are in another order"] * (not in_order)
         best = found[0]
@@ -107,13 +131,14 @@ def times() -> list[Row]:
     return table
 
 
-def subjects() -> dict[str, tuple[nn.Sequential, Tensor, Tensor, Callable[..., Tensor]]]:
+def subjects() -> dict[str, tuple[nn.Module, Tensor, Tensor, Callable[..., Tensor]]]:
     """Makes the models, their mini-batches, and losses."""
     tokens = torch.randint(256, (16, 32))
     config = gpt.ModelConfig(layers=8, width=64, context=32)
     images = torch.rand(8, 3, 64, 64)
     return {
         "U-Net": (unet(2, 8), images, torch.rand(8, 1, 64, 64), functional.mse_loss),
+        "GPT, cut": (Cut(gpt.build_model(config)), tokens, tokens, of_tokens),
         "GPT": (gpt.build_model(config), tokens, tokens, of_tokens),
         "ResNet": (
             resnet((1, 1, 2, 1), num_classes=10, channels=8), images, torch.randint(10, (8,)),

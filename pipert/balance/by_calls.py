@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from itertools import accumulate
 
+import torch
 from torch import nn
 
 from pipert._typing import Device, Value
@@ -19,7 +20,7 @@ from pipert.balance.by_cost import balance_by_cost, check_partitions
 from pipert.balance.by_time import medians
 from pipert.balance.call_times import block_times
 from pipert.balance.probe import measuring_device
-from pipert.batch.microbatch import arguments_of
+from pipert.batch.microbatch import Arguments, arguments_of
 from pipert.layers.compiling import is_compiled_itself
 from pipert.model.cuts import is_called, layers_of
 
@@ -63,19 +64,38 @@ def choose_cuts(
         return []
     arguments = arguments_of(example)
 
+    layers, names = find_blocks(model, n, arguments, where)
+
+    def measure() -> Iterator[float]:
+        return map(block_times(model, layers, names, arguments, where).__getitem__, names)
+
+    return [names[k] for k in accumulate(balance_by_cost(medians(measure, timeout), n)[:-1])]
+
+
+def find_blocks(
+    model: nn.Module, n: int, example: Arguments, device: torch.device, each: int = 1
+) -> tuple[dict[str, nn.Module], list[str]]:
+    """Returns the layers of a model, and which ones begin a block, in the order of their calls.
+
+    A block is what no cut divides. If it can, it takes no longer than a partition should, if each
+    of ``n`` devices has so many.
+
+    Raises:
+        ValueError: there are less than ``n`` blocks.
+    """
+
     def measure(cuts: set[str]) -> Times:
         layers = layers_of(model, cuts)
         begins = {name for name, layer in layers.items() if name in cuts or _has_parameters(layer)}
-        return block_times(model, layers, begins, arguments, where)
+        return block_times(model, layers, begins, example, device)
 
-    cuts, names = _refined_cuts(model, n, measure)
+    cuts, names = _refined_cuts(model, each * n, measure)
     if len(names) < n:
         raise ValueError(
             f"partitions must be at most {len(names)}, got {n}: the example calls so many modules "
             f"at which the model can be cut, {names}; use fewer partitions, or pass cuts"
         )
-    times = medians(lambda: map(measure(cuts).__getitem__, names), timeout)
-    return [names[k] for k in accumulate(balance_by_cost(times, n)[:-1])]
+    return layers_of(model, cuts), names
 
 
 def _refined_cuts(

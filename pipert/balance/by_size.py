@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 
-from pipert._torch import identity
 from pipert._typing import Device, Value
 from pipert.balance.blocks import minimise_longest_block
 from pipert.balance.by_cost import check_partitions
-from pipert.balance.probe import Probe, micro_batches, probe_layers
+from pipert.balance.probe import Probe, collecting_saved, micro_batches, probe_layers, storages
 from pipert.batch.tensors import Carried, tensors_of
 from pipert.model.settings import check_chunks
 from pipert.model.split import check_module
@@ -170,29 +168,17 @@ class _Measured(NamedTuple):
 
 def _measure(probe: Probe) -> tuple[_Measured, Carried]:
     inputs = probe.inputs()
-    saved: list[Tensor] = []
-
-    def keep(tensor: Tensor) -> Tensor:
-        saved.append(tensor.detach())
-        return saved[-1]  # an output itself would keep its graph, which keeps the output
-
-    arrived, popped = _storages(inputs), _storages(inputs.skips)
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    arrived, popped = storages(inputs), storages(inputs.skips)
+    with collecting_saved() as saved:
         output = probe.forward(inputs)
-    existing = {*arrived, *_storages([*probe.layer.parameters(), *probe.layer.buffers()])}
-    left = _storages((saved, output))
+    existing = {*arrived, *storages([*probe.layer.parameters(), *probe.layer.buffers()])}
+    left = storages((saved, output))
     activations = sum(size for storage, size in left.items() if storage not in existing)
     size = LayerSize(0, 0, activations, sum(arrived.values()), sum(popped.values()))
     skips = zip(probe.skips.leaving, output.skips, strict=True)
     stashed = {key: _bytes(value) for (key, _), value in skips}
     keys = [key for key, _ in probe.skips.arriving]
     return _Measured(size, _bytes(output.value), stashed, keys), output
-
-
-def _storages(value: Value) -> dict[int, int]:
-    """Returns the bytes of each storage behind the tensors of ``value``."""
-    storages = [tensor.untyped_storage() for tensor in tensors_of(value)[0]]
-    return {identity(storage): storage.nbytes() for storage in storages}
 
 
 def _bytes(value: Value) -> int:

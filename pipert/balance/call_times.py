@@ -1,4 +1,4 @@
-"""Times the blocks of a model, each from the first call of its module to that of the next block's.
+"""Measures the blocks of a model, each from the first call of its module to that of the next one's.
 
 The standard way is to run the model with hooks that read the clock. That takes a device with room
 for the whole model, and then there would be no need for a pipeline. So the model's own forward
@@ -15,15 +15,15 @@ measured by itself, forward and then backward. The model continues with its deta
 4. The model may be on other devices. The layers' copies are on the measuring device, and every
    tensor that an operation of the model's own code uses is brought there.
 
-Each call of a layer computes once, since its arguments may remember it, as a cache of keys and
-values does. So there is no call to warm up: callers should ignore the first round.
+To be timed, each call of a layer computes once, since its arguments may remember it, as a cache of
+keys and values does. So there is no call to warm up: callers should ignore the first round.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -33,11 +33,22 @@ from torch.utils import _pytree as pytree
 from pipert._typing import Value
 from pipert.autograd.hooks import without_hooks
 from pipert.balance.by_time import forward_and_backward, now
-from pipert.balance.probe import cloned, copied, note_layer
+from pipert.balance.probe import (
+    NO_SKIPS,
+    Probe,
+    cloned,
+    collecting_saved,
+    copied,
+    note_layer,
+    storages,
+)
 from pipert.batch.microbatch import Arguments
+from pipert.batch.tensors import Carried
 from pipert.model.calls import intercepted, settled, unchanged
 
 __all__: list[str] = []
+
+T = TypeVar("T")
 
 
 def block_times(
@@ -49,32 +60,69 @@ def block_times(
 ) -> dict[str, float]:
     """Return the seconds of each block, by the name of its layer, in the order of first calls.
 
+    See :func:`measure_calls`.
+    """
+    found = measure_calls(model, layers, begins, example, device, _time, _time_own_code)
+    return {name: sum(seconds) for name, seconds in found.items()}
+
+
+def _time(probe: Probe) -> tuple[float, Carried]:
+    return forward_and_backward(probe.forward, probe.inputs(), probe.layer, probe.device)
+
+
+def _time_own_code(seconds: float, saved: int) -> float:
+    return 3 * seconds  # rule 3
+
+
+def measure_calls(
+    model: nn.Module,
+    layers: Mapping[str, nn.Module],
+    begins: Collection[str],
+    example: Arguments,
+    device: torch.device,
+    measure: Callable[[Probe], tuple[T, Carried]],
+    own_code: Callable[[float, int], T],
+    then: Callable[[Value], object] = lambda output: output,
+) -> dict[str, list[T]]:
+    """Return what was measured of each block, by its layer's name, in the order of first calls.
+
     The layers called ``begins`` begin a block. Parameters, gradients, buffers and torch's random
     state stay unchanged. Forward hooks run.
+
+    Args:
+        model, layers, begins: the model, its layers, and the names of those that begin a block.
+        example: the arguments of one micro-batch.
+        device: where to measure.
+        measure: returns what it finds of one call of a layer, and the output.
+        own_code: makes as much of the seconds of the model's own code between two calls, and of the
+            bytes that it saves and does not share with these.
+        then: gets the model's output, and counts as its own code: a loss.
     """
     gathering = _Gathering(device)
-    stopwatch = _Stopwatch(layers, begins, device, gathering)
     elsewhere = any(t.device != device for t in (*model.parameters(), *model.buffers()))
     with (
         unchanged(model, device),
         torch.inference_mode(False),
         torch.enable_grad(),
-        intercepted(layers.values(), stopwatch),
-        gathering if elsewhere else contextlib.nullcontext(),
+        collecting_saved() as saved,
     ):
-        args, kwargs = settled(example, device)
-        stopwatch.started = now(device)
-        model(*args, **kwargs)
-        stopwatch.count_own_code()
-    stopwatch.seconds.pop(_FIRST, None)
-    return stopwatch.seconds
+        calls = _Calls(layers, begins, device, gathering, measure, own_code, saved)
+        with (
+            intercepted(layers.values(), calls),
+            gathering if elsewhere else contextlib.nullcontext(),
+        ):
+            args, kwargs = settled(example, device)
+            calls.begin_own_code(())
+            then(model(*args, **kwargs))
+            calls.end_own_code(())
+    calls.found.pop(_FIRST, None)
+    return calls.found
 
 
 _FIRST = ""  # stands for the first block, until it begins
-_WITH_BACKWARD = 3  # times the forward (rule 3)
 
 
-class _Stopwatch:
+class _Calls(Generic[T]):
     """Measures one forward of the model; its layers go backward one by one."""
 
     def __init__(
@@ -83,46 +131,60 @@ class _Stopwatch:
         begins: Collection[str],
         device: torch.device,
         gathering: _Gathering,
+        measure: Callable[[Probe], tuple[T, Carried]],
+        own_code: Callable[[float, int], T],
+        saved: list[Tensor],
     ) -> None:
         self._names = {layer: name for name, layer in layers.items()}
         self._begins = begins
         self._device = device
         self._gathering = gathering
+        self._measure, self._own_code = measure, own_code
         self._block = _FIRST
-        self.seconds = {_FIRST: 0.0}
-        self.started = 0.0
+        self._began = 0.0
+        self._saved = saved
+        """By the model's own code since the last layer."""
+        self._known: Mapping[int, int] = {}
+        """The storages of the last layer's output."""
+        self.found: dict[str, list[T]] = {_FIRST: []}
 
-    def count_own_code(self) -> None:
-        """Add the time since the last layer has ended."""
-        self.seconds[self._block] += _WITH_BACKWARD * (now(self._device) - self.started)
+    def begin_own_code(self, output: Value) -> None:
+        """Start the clock behind a layer."""
+        self._saved.clear()
+        self._known = storages(output)
+        self._began = now(self._device)
+
+    def end_own_code(self, inputs: Value) -> None:
+        """Count what the model's own code has cost, before a layer gets ``inputs``."""
+        seconds = now(self._device) - self._began
+        known = {*self._known, *storages(inputs)}
+        saved = sum(size for key, size in storages(self._saved).items() if key not in known)
+        self.found[self._block].append(self._own_code(seconds, saved))
 
     def call(self, module: nn.Module, call: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Measure a copy of a layer, and return its detached output."""
         name = self._names.get(module)
         if name is None:  # a layer inside a pipe
             return call(*args, **kwargs)
-        self.count_own_code()
-        if name in self._begins and name not in self.seconds:
+        self.end_own_code((args, kwargs))
+        if name in self._begins and name not in self.found:
             self._block = name
-            self.seconds[name] = self.seconds.pop(_FIRST, 0.0)
+            self.found[name] = self.found.pop(_FIRST, [])
         try:
             with self._gathering.paused(), without_hooks():  # those of a checkpoint around layers
-                output = self._measure(module, Arguments(args, kwargs))
+                output = self._of_layer(module, Arguments(args, kwargs))
         except Exception as error:
             note_layer(error, name, module)
             raise
-        self.started = now(self._device)
+        self.begin_own_code(output)
         return output
 
-    def _measure(self, layer: nn.Module, arguments: Arguments) -> Value:
-        inputs: Arguments = cloned(settled(arguments, self._device))
-        copy = copied(layer, self._device)
-        seconds, output = forward_and_backward(
-            lambda given: copy(*given.args, **given.kwargs), inputs, copy, self._device
-        )
-        self.seconds[self._block] += seconds
+    def _of_layer(self, layer: nn.Module, arguments: Arguments) -> Value:
+        copy, carried = copied(layer, self._device), Carried(arguments, ())
+        found, output = self._measure(Probe(layer, copy, self._device, carried, NO_SKIPS))
+        self.found[self._block].append(found)
         torch.clear_autocast_cache()  # it would keep the copy alive
-        return cloned(settled(output, self._device))  # no leaves: they may be changed in place
+        return cloned(settled(output.value, self._device))  # no leaves: may be changed in place
 
 
 class _Gathering(TorchFunctionMode):

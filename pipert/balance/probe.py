@@ -8,15 +8,17 @@ are restored afterwards.
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from pipert._torch import identity
 from pipert._typing import Device, Value
 from pipert.batch.microbatch import Arguments, scatter
 from pipert.batch.tensors import Carried, tensors_of
@@ -33,10 +35,14 @@ __all__: list[str] = []
 T = TypeVar("T")
 
 
+NO_SKIPS = PartitionSkips((), (), {})
+
+
 @dataclass(frozen=True)
 class Probe:
     """One layer to measure, and its inputs."""
 
+    original: nn.Module
     layer: nn.Module
     """A copy, on ``device``."""
     device: torch.device
@@ -57,24 +63,44 @@ class Probe:
     def _forward(self, inputs: Carried) -> Carried:
         store = self.skips.store(inputs.skips)
         of_task.set(store)
-        args, kwargs = _arguments(inputs.value)
+        args, kwargs = as_arguments(inputs.value)
         output = self.layer(*args, **kwargs)
         return Carried(output, tuple([store.send(key) for key, _ in self.skips.leaving]))
 
 
-def _arguments(value: Value) -> Arguments:
+def as_arguments(value: Value) -> Arguments:
+    """Returns what a layer is called with if it gets ``value``."""
     return value if isinstance(value, Arguments) else Arguments((value,))
 
 
 def micro_batches(sample: Value, chunks: int) -> list[Value]:
     """Returns the first layer's input for each micro-batch of ``sample``."""
-    return scatter(*_arguments(sample), chunks)
+    return scatter(*as_arguments(sample), chunks)
 
 
 def cloned(value: Value) -> Value:
     """Returns ``value`` with each tensor cloned, as a part of the graph if it requires grad."""
     tensors, rebuild = tensors_of(value)
     return rebuild(tuple([tensor.clone() for tensor in tensors]))
+
+
+def storages(value: Value) -> dict[int, int]:
+    """Returns the bytes of each storage behind the tensors of ``value``."""
+    found = [tensor.untyped_storage() for tensor in tensors_of(value)[0]]
+    return {identity(storage): storage.nbytes() for storage in found}
+
+
+@contextlib.contextmanager
+def collecting_saved() -> Iterator[list[Tensor]]:
+    """Collects the tensors that are saved for the backward."""
+    found = list[Tensor]()
+
+    def keep(tensor: Tensor) -> Tensor:
+        found.append(tensor.detach())
+        return found[-1]  # an output itself would keep its graph, which keeps the output
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        yield found
 
 
 def probe_layers(
@@ -101,7 +127,9 @@ def probe_layers(
         for (name, layer), skips in zip(named, one_layer_each, strict=True):
             carried = Carried(value, tuple([stashed[key] for key, _ in skips.arriving]))
             try:
-                result, output = measure(Probe(copied(layer, where), where, carried, skips))
+                result, output = measure(
+                    Probe(layer, copied(layer, where), where, carried, skips)
+                )
             except Exception as error:
                 note_layer(error, name, layer)
                 raise

@@ -34,6 +34,14 @@ class Partition(nn.Sequential):
     register_backward_hook = _refuse
 
 
+def is_sequential(model: Any) -> bool:
+    """Return whether layers run one after the other, or the model is a pipe of such layers."""
+    sequential = isinstance(model, nn.Sequential)
+    return getattr(model, "is_pipe", False) or (
+        sequential and type(model).forward is nn.Sequential.forward
+    )
+
+
 def check_module(module: Any) -> None:
     """Refuse anything but an ``nn.Sequential`` that adds nothing to its layers."""
     if getattr(module, "is_pipe", False):

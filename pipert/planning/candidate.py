@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 __all__ = ["Candidate", "Candidates"]
@@ -12,6 +13,9 @@ class Candidate:
     """One way to train the model, and what is predicted of its step."""
 
     balance: tuple[int, ...]
+    """The number of layers in each partition, or of blocks of a model that is cut."""
+    cuts: tuple[str, ...] | None
+    """The names of the modules at which a model is cut that is no ``nn.Sequential``."""
     devices: tuple[str, ...]
     chunks: int
     checkpoint: str | tuple[str, ...]
@@ -25,9 +29,12 @@ class Candidate:
     def line(self) -> str:
         """The lines to paste."""
         checkpoint = self.checkpoint if isinstance(self.checkpoint, str) else [*self.checkpoint]
+        how = f"Pipe(module, {[*self.balance]}"
+        if self.cuts is not None:
+            how = f"pipeline(model, {[*self.cuts]}"
         return (
-            f"pipe = Pipe(module, {[*self.balance]}, devices={[*self.devices]}, "
-            f"chunks={self.chunks}, checkpoint={checkpoint!r})\n"
+            f"pipe = {how}, devices={[*self.devices]}, chunks={self.chunks}, "
+            f"checkpoint={checkpoint!r})\n"
             f"pipe.forward_backward(..., schedule={self.schedule!r})"
         )
 
@@ -56,3 +63,15 @@ def text_of(size: int) -> str:
     """Return a number of bytes as a text such as ``'1.5 GiB'``."""
     power = min(max(size.bit_length() - 1, 0) // 10, 4)
     return f"{size / 2 ** (10 * power):.3g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
+
+
+_UNITS = {"": 1, "B": 1, **{f"{k}B": 10 ** (3 * p) for p, k in enumerate("KMGT", 1)}}
+_UNITS |= {f"{k}IB": 2 ** (10 * p) for p, k in enumerate("KMGT", 1)}
+
+
+def bytes_of(memory: int | str) -> int:
+    """Return a number of bytes, given as such or as a text such as ``'20GiB'``."""
+    match = re.fullmatch(r"\s*([\d.]+)\s*([A-Za-z]*)\s*", str(memory))
+    if match is None or match[2].upper() not in _UNITS:
+        raise ValueError(f"memory is a number of bytes, or a text such as '20GiB', got {memory!r}")
+    return int(float(match[1]) * _UNITS[match[2].upper()])

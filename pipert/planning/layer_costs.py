@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from pipert._torch import identity
 from pipert._typing import Device, Value
+from pipert.any_model.argument_objects import objects_in, refuse_changes
 from pipert.autograd.engine import differentiate
 from pipert.autograd.leaves import leaves_behind
 from pipert.autograd.weight_gradients import Later, PutOff, compute_later
 from pipert.balance.by_time import now
-from pipert.balance.probe import Probe, probe_layers
-from pipert.batch.tensors import Carried, differentiable, tensors_of
+from pipert.balance.call_times import measure_calls
+from pipert.balance.probe import Probe, collecting_saved, probe_layers, storages
+from pipert.batch.microbatch import Arguments
+from pipert.batch.tensors import Carried, differentiable
 from pipert.skip.namespace import Key
 
 __all__: list[str] = []
@@ -65,19 +67,74 @@ class LayerCost(NamedTuple):
     """
     popped: dict[Key, int]
     """Of each skip that it pops, if its backward needs that; else 0."""
+    kept: int = 0
+    """What stays of a recomputed micro-batch, if not only the input of its partition does."""
 
 
 def layer_costs(module: nn.Sequential, value: Value, device: Device | None) -> list[LayerCost]:
     """Measure each layer for the micro-batch ``value``, on copies, as :func:`.layer_times` does."""
-    probe_layers(module, value, device, _measure)  # to warm up
-    known, costs = set[Tensor](), list[LayerCost]()
-    for layer, cost in zip(module, probe_layers(module, value, device, _measure), strict=True):
-        own = {*layer.parameters(), *layer.buffers()} - known
-        known |= own
-        trained = [tensor.nbytes for tensor in own if tensor.requires_grad]
-        sizes = sum(tensor.nbytes for tensor in own), sum(trained), max(trained, default=0)
-        costs.append(cost._replace(parameters=sizes[0], trained=sizes[1], largest=sizes[2]))
+    probe_layers(module, value, device, _Measure())  # to warm up
+    return probe_layers(module, value, device, _Measure())
+
+
+def block_costs(
+    model: nn.Module,
+    layers: Mapping[str, nn.Module],
+    begins: Sequence[str],
+    example: Arguments,
+    device: torch.device,
+    loss: Callable[[Value], object],
+) -> list[list[LayerCost]]:
+    """Measure each block of a model, see :func:`.measure_calls`; ``loss`` belongs to the last one.
+
+    Of a recomputed micro-batch the inputs of all layers stay, and what the model's own code saves.
+    """
+
+    def measure(probe: Probe) -> tuple[LayerCost, Carried]:
+        args, kwargs = probe.carried.value
+        objects = objects_in([*args, *kwargs.values()])
+        probe.forward(probe.inputs())
+        refuse_changes(objects)  # before it is called again
+        cost, output = measured(probe)
+        return cost._replace(kept=cost.given), output
+
+    for _ in range(2):  # the first time to warm up
+        measured = _Measure()
+        found = measure_calls(model, layers, begins, example, device, measure, _own_code, loss)
+    costs = [found[name] for name in begins]
+    sizes = measured.sizes_of(model)  # what belongs to no layer that was called
+    costs[0].insert(0, _own_code(0.0, 0)._replace(**sizes))
     return costs
+
+
+def _own_code(seconds: float, saved: int) -> LayerCost:
+    """Return the cost of code between layers; its backward takes twice as long."""
+    sizes: dict[str, Any] = dict.fromkeys(LayerCost._fields, 0) | {"stashed": {}, "popped": {}}
+    backward = {"backward": 2 * seconds, "split": 2 * seconds}
+    extra = ("saved", "kept", "forward_extra", "backward_extra", "split_extra")
+    return LayerCost(**{**sizes, "forward": seconds, **backward, **dict.fromkeys(extra, saved)})
+
+
+class _Measure:
+    """Measures layers one by one."""
+
+    def __init__(self) -> None:
+        self._known = set[Tensor]()
+
+    def __call__(self, probe: Probe) -> tuple[LayerCost, Carried]:
+        cost, output = _measure(probe)
+        return cost._replace(**self.sizes_of(probe.original)), output
+
+    def sizes_of(self, module: nn.Module) -> dict[str, Any]:
+        """Return the bytes of parameters and buffers that no earlier layer has."""
+        own = {*module.parameters(), *module.buffers()} - self._known
+        self._known |= own
+        trained = [tensor.nbytes for tensor in own if tensor.requires_grad]
+        return {
+            "parameters": sum(tensor.nbytes for tensor in own),
+            "trained": sum(trained),
+            "largest": max(trained, default=0),
+        }
 
 
 def _measure(probe: Probe) -> tuple[LayerCost, Carried]:
@@ -105,8 +162,8 @@ def _measure(probe: Probe) -> tuple[LayerCost, Carried]:
     meter = _Meter(probe.device)
     later = _go_back(inputs, roots, ones)
     split, split_extra = meter.read()
-    weights = _storages([*probe.layer.parameters(), *probe.layer.buffers()])
-    kept = _storages([tensor for use in later for tensor in (use.x.tensor, use.dy.tensor)])
+    weights = storages([*probe.layer.parameters(), *probe.layer.buffers()])
+    kept = storages([tensor for use in later for tensor in (use.x.tensor, use.dy.tensor)])
     put_off = {id(leaf): leaf.nbytes for use in later for leaf in use.leaves}
     meter = _Meter(probe.device)
     compute_later(later)
@@ -114,7 +171,7 @@ def _measure(probe: Probe) -> tuple[LayerCost, Carried]:
     if probe.device.type != "cuda":  # nobody counts
         forward_extra = sizes["made"] + sizes["saved"]
         quiet_extra = sizes["made"]
-        arriving = sum(_storages([use.dy.tensor for use in later]).values())
+        arriving = sum(storages([use.dy.tensor for use in later]).values())
         trained = sum(p.nbytes for p in probe.layer.parameters() if p.requires_grad)
         backward_extra = sizes["given"] + trained
         split_extra = backward_extra - sum(put_off.values()) + arriving
@@ -139,28 +196,23 @@ def _measure(probe: Probe) -> tuple[LayerCost, Carried]:
 
 def _sizes(probe: Probe) -> tuple[dict[str, Any], Carried]:
     """Return the sizes of what a forward leaves, and its output."""
-    inputs, found = probe.inputs(), list[Tensor]()
-
-    def keep(tensor: Tensor) -> Tensor:
-        found.append(tensor.detach())
-        return found[-1]  # an output itself would keep its graph, which keeps the output
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    inputs = probe.inputs()
+    with collecting_saved() as found:
         output = probe.forward(inputs)
-    saved = _storages(found)
-    arrived, made = _storages(inputs), _storages(output.value)
-    known = {*arrived, *made, *_storages([*probe.layer.parameters(), *probe.layer.buffers()])}
+    saved = storages(found)
+    arrived, made = storages(inputs), storages(output.value)
+    known = {*arrived, *made, *storages([*probe.layer.parameters(), *probe.layer.buffers()])}
     skips = zip(probe.skips.leaving, output.skips, strict=True)
     popped = zip(probe.skips.arriving, inputs.skips, strict=True)
     sizes = {
-        "stashed": {key: _stashed(_storages(skip), {**saved, **made}) for (key, _), skip in skips},
+        "stashed": {key: _stashed(storages(skip), {**saved, **made}) for (key, _), skip in skips},
         "popped": {
-            key: sum(size for storage, size in _storages(skip).items() if storage in saved)
+            key: sum(size for storage, size in storages(skip).items() if storage in saved)
             for (key, _), skip in popped
         },
-        "given": sum(_storages(inputs.value).values()),
+        "given": sum(storages(inputs.value).values()),
         "made": sum(size for key, size in made.items() if key not in arrived),
-        "saves_input": not saved.keys().isdisjoint(_storages(inputs.value)),
+        "saves_input": not saved.keys().isdisjoint(storages(inputs.value)),
         "saves_output": not saved.keys().isdisjoint(made),
         "saved": sum(size for key, size in saved.items() if key not in known),
     }
@@ -200,11 +252,5 @@ def _go_back(inputs: Carried, roots: Sequence[Tensor], ones: Sequence[Tensor]) -
     return later
 
 
-def _stashed(storages: dict[int, int], saved: dict[int, int]) -> tuple[int, int]:
-    return sum(storages.values()), sum(b for key, b in storages.items() if key not in saved)
-
-
-def _storages(value: Value) -> dict[int, int]:
-    """Return the bytes of each storage behind the tensors of ``value``."""
-    storages = [tensor.untyped_storage() for tensor in tensors_of(value)[0]]
-    return {identity(storage): storage.nbytes() for storage in storages}
+def _stashed(skip: dict[int, int], saved: dict[int, int]) -> tuple[int, int]:
+    return sum(skip.values()), sum(b for key, b in skip.items() if key not in saved)

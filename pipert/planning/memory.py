@@ -40,6 +40,8 @@ class PartitionCost(NamedTuple):
     largest: int
     put_off: int
     given: int
+    kept: int
+    """What stays of a recomputed micro-batch, if that is more than its input."""
     sent: int
     """Of its output."""
     saved: int
@@ -63,7 +65,7 @@ class PartitionCost(NamedTuple):
     @classmethod
     def of(cls, layers: Sequence[LayerCost]) -> PartitionCost:
         """Add up the costs of consecutive layers."""
-        begin, saved = _around_each(layers)
+        begin, saved, sent, unsaved = _around_each(layers)
         forward_peak = max(
             live + layer.forward_extra for live, layer in zip(begin, layers, strict=True)
         )
@@ -89,9 +91,10 @@ class PartitionCost(NamedTuple):
             trained=sum(layer.trained for layer in layers),
             largest=max(layer.largest for layer in layers),
             put_off=sum(layer.put_off for layer in layers),
-            given=layers[0].given,
-            sent=layers[-1].made,
-            unsaved=layers[-1].made * (not layers[-1].saves_output),
+            given=_given(layers),
+            kept=sum(layer.kept for layer in layers),
+            sent=sent,
+            unsaved=unsaved,
             saved=saved[-1],
             later=sum(layer.later for layer in layers),
             stashed={key: size for layer in layers for key, size in layer.stashed.items()},
@@ -103,14 +106,19 @@ class PartitionCost(NamedTuple):
         )
 
 
-def _around_each(layers: Sequence[LayerCost]) -> tuple[list[int], list[int]]:
+def _given(layers: Sequence[LayerCost]) -> int:
+    return next((layer.given for layer in layers if layer.given), 0)  # own code may come first
+
+
+def _around_each(layers: Sequence[LayerCost]) -> tuple[list[int], list[int], int, int]:
     """Return the bytes at the begin of each layer's forward, and what is saved once it is over.
 
-    What lies between two layers counts once if either needs it.
+    What lies between two layers counts once if either needs it. Also return the bytes of the last
+    output, and again, if it is not saved.
     """
     begin, found, total = list[int](), list[int](), 0
     own = {key for layer in layers for key in layer.stashed}
-    between, is_saved = layers[0].given, False
+    between, is_saved = _given(layers), False
     for layer in layers:
         begin.append(total + between * (not is_saved))
         if layer.saves_input and not is_saved:
@@ -122,7 +130,7 @@ def _around_each(layers: Sequence[LayerCost]) -> tuple[list[int], list[int]]:
         if layer.saves_output and not is_saved:
             total, is_saved = total + between, True
         found.append(total)
-    return begin, found
+    return begin, found, between, between * (not is_saved)
 
 
 def peaks(
@@ -180,6 +188,7 @@ class _Tasks:
             sum(size for _, size, _ in inputs) if j else costs[0].given
             for j, inputs in enumerate(self._inputs)
         ]
+        self._kept = [max(cost.kept, own) for cost, own in zip(costs, self._given, strict=True)]
 
     def peak(self, action: Action) -> int:
         """Return the most bytes that a task needs beside what is there when it begins."""
@@ -194,7 +203,7 @@ class _Tasks:
             made = cost.trained + (cost.later - cost.put_off) * self._puts_off
             return max(peak, made + self._given[action.j] + adding) - cost.saved + skips
         if action.kind == FORWARD and action.i < self._plan.recomputed[action.j]:
-            return max(self._given[action.j], cost.quiet_peak) + skips
+            return max(self._kept[action.j], cost.quiet_peak) + skips
         return cost.forward_peak + skips
 
     def changes(self, action: Action) -> Iterator[tuple[int, int]]:
@@ -202,9 +211,9 @@ class _Tasks:
         kind, i, j = action
         cost, is_recomputed = self._costs[j], i < self._plan.recomputed[j]
         if kind == FORWARD:
-            yield j, self._given[j] if is_recomputed else cost.saved
+            yield j, self._kept[j] if is_recomputed else cost.saved
         elif kind == RECOMPUTE:
-            yield j, cost.saved - self._given[j]
+            yield j, cost.saved - self._kept[j]
         elif kind == BACKWARD:
             yield j, cost.later * self._puts_off - cost.saved
         else:

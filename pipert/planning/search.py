@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import accumulate, pairwise, product
-from typing import NamedTuple
+from itertools import accumulate, chain, pairwise, product
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from pipert._typing import Device, Value
-from pipert.balance.by_cost import balance_by_cost
+from pipert.balance.by_calls import find_blocks
+from pipert.balance.by_cost import balance_by_cost, check_partitions
 from pipert.balance.by_time import now
-from pipert.balance.probe import copied, micro_batches
+from pipert.balance.probe import as_arguments, copied, micro_batches
+from pipert.batch.microbatch import arguments_of
 from pipert.batch.tensors import tensors_of
 from pipert.model.calls import settled
 from pipert.model.devices import parse_devices, where_tensors_are
 from pipert.model.settings import check_chunks
-from pipert.model.split import check_module
-from pipert.planning.candidate import Candidate, Candidates, text_of
-from pipert.planning.layer_costs import LayerCost, layer_costs
+from pipert.model.split import check_module, is_sequential
+from pipert.planning.candidate import Candidate, Candidates, bytes_of, text_of
+from pipert.planning.layer_costs import LayerCost, block_costs, layer_costs
 from pipert.planning.memory import PartitionCost, peaks
 from pipert.schedules.action import BACKWARD, FORWARD, RECOMPUTE, WEIGHT, Action
 from pipert.schedules.plan import Plan, plan, recomputed_in_each
@@ -28,9 +29,11 @@ from pipert.schedules.simulate import simulate
 
 __all__ = ["plan_for"]
 
+LossFn = Callable[..., Tensor] | None
+
 
 def plan_for(
-    module: nn.Sequential,
+    model: nn.Module,
     example: Value,
     *,
     memory: int | str | Sequence[int | str],
@@ -52,12 +55,14 @@ def plan_for(
     which takes seconds. On a GPU the peak statistics of memory are reset.
 
     Args:
-        module: the layers, as for :class:`Pipe`; it stays unchanged.
-        example: a mini-batch, as large as those to train with.
+        model: an ``nn.Sequential`` for :class:`Pipe`, or any module for :func:`pipeline`, whose own
+            forward runs; it stays unchanged.
+        example: a mini-batch, as large as those to train with: the first layer's input, or
+            arguments of the model as in :func:`pipeline`.
         memory: how much each device may use: bytes, or a text such as ``'20GiB'``; or one for each
             device. Leave some for workspaces and fragmentation, which are not predicted.
         loss_fn, target: as in :meth:`Pipe.forward_backward`; the loss is measured as a part of the
-            last partition. Default: it costs nothing.
+            last partition. Default: it costs nothing, unless the model computes it.
         devices: the devices to use, each once, or ``'cpu'`` for each logical CPU device; layers are
             measured on the first. Default: the CUDA devices in order, or one CPU.
         chunks: the numbers of micro-batches to try. Default: one, two, four and eight times the
@@ -70,36 +75,82 @@ def plan_for(
         The candidates that fit, the fastest first.
 
     Raises:
-        ValueError: nothing fits; the message says what is missing. Or an argument is wrong.
-        TypeError: ``module`` is not a plain ``nn.Sequential``.
+        ValueError: nothing fits; the message says what is missing. Or an argument is wrong, or
+            there are more devices than layers or blocks.
+        TypeError: ``model`` is a pipe already, or a Sequential that :class:`Pipe` refuses.
+        RuntimeError: a layer changes an argument, such as a cache, and could not be recomputed.
         Exception: whatever a layer raises, with a note that names the layer.
     """
-    check_module(module)
     if param_scale < 2:
         raise ValueError(f"param_scale is 2 with gradients alone, or more, got {param_scale}")
     names = _names(devices)
     where = where_tensors_are(parse_devices(names))
-    limits = [_bytes(each) for each in _each(memory, len(names))]
+    limits = [bytes_of(each) for each in _each(memory, len(names))]
+    if isinstance(loss_fn, nn.Module):  # with class weights, perhaps
+        loss_fn = copied(loss_fn, where[0])
+    measure = _of_layers if is_sequential(model) else _of_model
+    costs_for, begins = measure(model, example, loss_fn, target, len(names), where[0])
     rows = min([len(tensor) for tensor in tensors_of(example)[0] if tensor.dim()], default=1)
     tried = chunks or [k * len(names) for k in (1, 2, 4, 8) if k * len(names) <= rows] or [1]
     sizes = [sum(tensor.nbytes for tensor in tensors_of(x)[0]) for x in (example, target)]
-    search = _Search(names, where, loss_fn is not None, param_scale, sizes)
-    found = list[Candidate]()
-    if isinstance(loss_fn, nn.Module):  # with class weights, perhaps
-        loss_fn = copied(loss_fn, where[0])
-    for m in map(check_chunks, tried):
-        layers = [*module]
-        if loss_fn is not None:
-            aim = None if target is None else micro_batches(target, m)[0]
-            layers.append(_Loss(loss_fn, settled(aim, where[0])))
-        value, *others = micro_batches(example, m)
-        costs = layer_costs(nn.Sequential(*layers), value, where[0])
-        found += search.candidates(costs, 1 + len(others))
+    search = _Search(names, where, begins, param_scale, sizes)
+    found = [each for m in map(check_chunks, tried) for each in search.candidates(*costs_for(m))]
     fit = [each for each in found if all(a <= b for a, b in zip(each.peaks, limits, strict=True))]
     if not fit:
         raise ValueError(_what_is_missing(found, limits, names))
     fastest = sorted(fit, key=lambda each: (round(each.seconds, 9), sum(each.peaks)))
     return Candidates(fastest[:best])
+
+
+_Measured = tuple[Callable[[int], tuple[list[list[LayerCost]], int]], list[str] | None]
+"""A function that returns, for a number of chunks, the costs of blocks and the number of
+micro-batches; and the names of the modules with which the blocks begin, if they are no layers."""
+
+
+def _of_layers(
+    module: Any, example: Value, loss_fn: LossFn, target: Value, d: int, where: torch.device
+) -> _Measured:
+    check_module(module)
+    check_partitions(d, len(module))
+
+    def costs_for(chunks: int) -> tuple[list[list[LayerCost]], int]:
+        value, *others = micro_batches(example, chunks)
+        if loss_fn is None:
+            found = [[cost] for cost in layer_costs(module, value, where)]
+        else:  # as a layer, which stays with the last one
+            loss = _Loss(loss_fn, _first(target, chunks, where))
+            *layers, last = layer_costs(nn.Sequential(*module, loss), value, where)
+            found = [[cost] for cost in layers]
+            found[-1].append(last)
+        return found, 1 + len(others)
+
+    return costs_for, None
+
+
+def _of_model(
+    model: nn.Module, example: Value, loss_fn: LossFn, target: Value, d: int, where: torch.device
+) -> _Measured:
+    arguments = arguments_of(example)
+    first = as_arguments(micro_batches(arguments, d)[0])
+    layers, begins = find_blocks(model, d, first, where, 2)
+
+    def costs_for(chunks: int) -> tuple[list[list[LayerCost]], int]:
+        value, *others = micro_batches(arguments, chunks)
+        aim = _first(target, chunks, where)
+
+        def loss(output: Value) -> Value:
+            return output if loss_fn is None else loss_fn(output, aim)
+
+        return block_costs(
+            model, layers, begins, as_arguments(value), where, loss
+        ), 1 + len(others)
+
+    return costs_for, begins
+
+
+def _first(target: Value, chunks: int, where: torch.device) -> Value:
+    """Return the target of the first micro-batch."""
+    return None if target is None else settled(micro_batches(target, chunks)[0], where)
 
 
 def _names(devices: Iterable[Device] | None) -> list[str]:
@@ -132,34 +183,35 @@ class _Search(NamedTuple):
 
     names: list[str]
     where: list[torch.device]
-    has_loss: bool
+    begins: list[str] | None
+    """The modules with which blocks begin, if they are no layers."""
     scale: float
     sizes: list[int]
     """The bytes of the mini-batch, and of the targets."""
 
-    def candidates(self, costs: Sequence[LayerCost], m: int) -> Iterator[Candidate]:
-        """Yield all ways with ``m`` micro-batches."""
+    def candidates(self, blocks: Sequence[Sequence[LayerCost]], m: int) -> Iterator[Candidate]:
+        """Yield all ways to divide the blocks and run ``m`` micro-batches."""
         d = len(self.names)
         ways: list[tuple[list[int], tuple[str, ...]]] = [([*range(d)], _STRAIGHT)]
         if d > 1:
             ways += [([*range(d)] * 2, ("interleaved",))]
             ways += [([*range(d), *reversed(range(d))], ("zb-v",))]
-        layers = [cost.forward + cost.backward for cost in costs]
-        if self.has_loss:  # which stays with the last layer
-            layers[-2:] = [sum(layers[-2:])]
+        seconds = [sum(cost.forward + cost.backward for cost in block) for block in blocks]
         for placement, schedules in ways:
             n = len(placement)
-            if n > len(layers):
+            if n > len(blocks):
                 continue
-            balance = balance_by_cost(layers, n)
-            ends = [0, *accumulate(balance[:-1]), len(costs)]
-            parts = [PartitionCost.of(costs[a:b]) for a, b in pairwise(ends)]
+            balance = balance_by_cost(seconds, n)
+            ends = [0, *accumulate(balance)]
+            parts = [PartitionCost.of([*chain(*blocks[a:b])]) for a, b in pairwise(ends)]
+            cuts = None if self.begins is None else tuple([self.begins[k] for k in ends[1:-1]])
             copying = _copy_times(parts, placement, self.where)
             devices = tuple([self.names[k] for k in placement])
             for schedule, modes in product(schedules, _modes(n)):
                 made = plan(schedule, m, n, placement, recomputed_in_each(modes, m, n))
                 yield Candidate(
                     tuple(balance),
+                    cuts,
                     devices,
                     m,
                     modes[0] if len(set(modes)) == 1 else modes,
@@ -203,7 +255,7 @@ def _copy_times(
         source, target = where[placement[j]], where[placement[j + 1]]
         seconds = 0.0
         if source != target:
-            sent = torch.empty(parts[j].sent, dtype=torch.uint8, device=source)
+            sent = torch.empty(parts[j + 1].given, dtype=torch.uint8, device=source)
             for _ in range(2):  # the first time to warm up
                 now(source)
                 begin = now(target)
@@ -219,18 +271,6 @@ def _each(memory: int | str | Sequence[int | str], d: int) -> list[int | str]:
     if len(memory) != d:
         raise ValueError(f"memory must be one limit, or one for each of {d} devices, got {memory}")
     return [*memory]
-
-
-_UNITS = {"": 1, "B": 1, **{f"{k}B": 10 ** (3 * p) for p, k in enumerate("KMGT", 1)}}
-_UNITS |= {f"{k}IB": 2 ** (10 * p) for p, k in enumerate("KMGT", 1)}
-
-
-def _bytes(memory: int | str) -> int:
-    """Return a number of bytes, given as such or as a text such as ``'20GiB'``."""
-    match = re.fullmatch(r"\s*([\d.]+)\s*([A-Za-z]*)\s*", str(memory))
-    if match is None or match[2].upper() not in _UNITS:
-        raise ValueError(f"memory is a number of bytes, or a text such as '20GiB', got {memory!r}")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
 def _what_is_missing(

@@ -1,0 +1,196 @@
+"""Tests the search for a step of a model that is cut, whose own forward runs."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipert import pipeline, plan_for
+from pipert.batch.microbatch import Arguments
+from pipert.planning.layer_costs import block_costs, layer_costs
+from pipert.planning.memory import PartitionCost
+
+CPU = torch.device("cpu")
+WIDTH = 16
+
+
+@pytest.fixture(autouse=True)
+def _steady_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets each measured task take a millisecond, so that balances are the same in each run."""
+    ticks = itertools.count()
+    for where in ("planning.layer_costs", "balance.call_times", "balance.by_time"):
+        monkeypatch.setattr(f"pipert.{where}.now", lambda _: next(ticks) / 1000)
+
+
+class Model(nn.Module):
+    """Calls an embedding and blocks, and computes its loss, if it gets labels."""
+
+    def __init__(self, blocks: int = 4) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(blocks)
+        ])
+        self.shift = nn.Parameter(torch.zeros(WIDTH))
+        self.embed = nn.Embedding(7, WIDTH)
+
+    def forward(self, tokens: Tensor, *, scale: float = 1.0, labels: Any = None) -> Any:
+        x = self.embed(tokens) + self.shift
+        for block in self.blocks:
+            x = block(x * scale)
+        return x if labels is None else (x - labels).square().mean()
+
+
+def batch(rows: int = 32) -> dict[str, Any]:
+    return {"tokens": torch.randint(7, (rows,)), "scale": 1.5, "labels": torch.randn(rows, WIDTH)}
+
+
+def own_loss(loss: Tensor, _: object) -> Tensor:
+    return loss
+
+
+def test_each_candidate_runs_as_it_is() -> None:
+    model, example = Model(), batch()
+    state = copy.deepcopy(model.state_dict())
+    found = plan_for(
+        model, example, loss_fn=own_loss, memory="1GiB", devices=["cpu", "cpu"], chunks=[2, 4],
+        best=1000,
+    )  # fmt: skip
+    assert {each.schedule for each in found} == {
+        "1f1b", "eager-1f1b", "zb-h1", "zb-h2", "interleaved", "zb-v"
+    }  # fmt: skip
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    for each in found[:: len(found) // 8]:
+        assert sum(each.balance) == 5 and each.cuts is not None
+        assert len(each.cuts) == len(each.balance) - 1 == len(each.devices) - 1
+        with pipeline(
+            Model(), each.cuts, devices=each.devices, chunks=each.chunks,
+            checkpoint=each.checkpoint,
+        ) as pipe:  # fmt: skip
+            pipe.forward_backward(**example, loss_fn=own_loss, schedule=each.schedule)
+
+
+def test_the_line_to_paste_names_the_cuts() -> None:
+    found = plan_for(Model(2), batch(), memory="1GiB", devices=["cpu"], chunks=[2], best=1)
+    assert found[0].line.startswith("pipe = pipeline(model, [], devices=['cpu:0'], chunks=2, ")
+    (best,) = plan_for(
+        Model(2), batch(), memory="1GiB", devices=["cpu", "cpu"], chunks=[32], best=1
+    )
+    assert best.cuts is not None and f"pipeline(model, {[*best.cuts]}, devices=" in best.line
+
+
+def test_a_loss_function_gets_the_output_and_one_micro_batch_of_the_target() -> None:
+    seen: list[tuple[int, int]] = []
+
+    def loss_fn(y: Tensor, target: Tensor) -> Tensor:
+        seen.append((len(y), len(target)))
+        return (y - target).square().mean()
+
+    options: Any = {"memory": "1GiB", "devices": ["cpu", "cpu"], "chunks": [4]}
+    tokens = torch.randint(7, (32,))
+    plan_for(Model(), tokens, target=torch.randn(32, WIDTH), loss_fn=loss_fn, **options)
+    assert {*seen} == {(8, 8)}
+
+
+def costs(model: nn.Module, begins: list[str], loss: Any = lambda y: y) -> list[Any]:
+    example = Arguments((torch.randint(7, (8,)),))
+    layers = {name: model.get_submodule(name) for name in begins}
+    return block_costs(model, layers, begins, example, CPU, loss)
+
+
+def test_blocks_cost_as_much_as_the_same_layers_in_a_sequential() -> None:
+    """And the code between them saves what it multiplies."""
+    model, x = Model(2), torch.randn(8, WIDTH, requires_grad=True)
+    embed, first, second = costs(model, ["embed", "blocks.0", "blocks.1"])
+    (alone,) = layer_costs(nn.Sequential(model.blocks[0]), x, CPU)
+    sizes = ("parameters", "trained", "saved", "later", "given", "made", "put_off")
+    for block in (first, second):
+        cost, own = block
+        assert [getattr(cost, name) for name in sizes] == [getattr(alone, name) for name in sizes]
+        assert cost.kept == cost.given and own.forward > 0 and own.backward == 2 * own.forward
+    rest, *_ = embed
+    assert rest.parameters == rest.trained == 4 * WIDTH  # of no layer: the shift
+    part = PartitionCost.of([*first, *second])
+    assert part.kept == 2 * alone.given > part.given == part.sent == alone.given
+
+
+def test_what_own_code_saves_counts_once() -> None:
+    """Neither what a layer gives or gets, nor what is saved already."""
+
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Embedding(7, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            x = self.a(tokens)
+            y = self.b(x.exp() * x)  # saves the exponential, and x that is an output
+            return torch.tanh(y).sum()  # saves its own output
+
+    (*_, own), (_, last) = costs(Own(), ["a", "b"])
+    bytes_of_one = 4 * 8 * WIDTH
+    assert (own.saved, last.saved) == (bytes_of_one, bytes_of_one)
+    assert own.kept == own.forward_extra == own.saved
+
+
+def test_tied_parameters_count_once() -> None:
+    model = Model(2)
+    first_linear, second_linear = (model.get_submodule(f"blocks.{k}.0") for k in (0, 1))
+    second_linear.weight = first_linear.weight
+    _, (first, _), (second, _) = costs(model, ["embed", "blocks.0", "blocks.1"])
+    assert first.trained == 4 * (WIDTH * WIDTH + WIDTH) and second.trained == 4 * WIDTH
+
+
+def test_a_layer_that_changes_its_argument_is_refused() -> None:
+    class Cache:
+        def __init__(self) -> None:
+            self.keys: Tensor | None = None
+
+    class Remembers(nn.Linear):
+        def forward(self, x: Tensor, cache: Cache) -> Tensor:  # type: ignore[override]
+            cache.keys = x if cache.keys is None else torch.cat([cache.keys, x])
+            return super().forward(x)
+
+    class Decoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([Remembers(3, 3) for _ in range(3)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            cache = Cache()
+            for layer in self.layers:
+                x = layer(x, cache)
+            return x
+
+    why = r"changes its argument, a .*Cache, .*use_cache=False"
+    with pytest.raises(RuntimeError, match=why) as raised:
+        plan_for(Decoder(), torch.randn(8, 3), memory="1GiB", devices=["cpu", "cpu"])
+    assert any("layers.0" in note for note in raised.value.__notes__)
+
+
+def test_more_devices_than_blocks_and_pipes_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"at most 3, got 4: .*\['embed', 'blocks.0'"):
+        plan_for(Model(2), batch(), memory="1GiB", devices=["cpu"] * 4)
+    with pytest.raises(ValueError, match="each partition needs a layer, got 3 partitions and 2"):
+        layers = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+        plan_for(layers, torch.randn(8, 3), memory="1GiB", devices=["cpu"] * 3)
+    with pipeline(Model(), ["blocks.1"], devices=["cpu", "cpu"]) as pipe:
+        with pytest.raises(TypeError, match="a pipe already"):
+            plan_for(pipe, batch(), memory="1GiB", devices=["cpu"])
+
+
+def test_a_sequential_with_a_forward_of_its_own_is_cut() -> None:
+    class Residual(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self:
+                x = x + layer(x)
+            return x
+
+    model = Residual(*[nn.Linear(3, 3) for _ in range(4)])
+    found = plan_for(model, torch.randn(8, 3), memory="1GiB", devices=["cpu", "cpu"], chunks=[2])
+    assert all(each.cuts for each in found)
