@@ -126,7 +126,7 @@ class AroundLayers:
         begin_numbers(shared.first_node)
         notifier = shared.run.notifier
         if notifier.recorder is not None:
-            self._recording = ForwardRecording(self._i, notifier, shared.layers)
+            self._recording = ForwardRecording(self._i, notifier)
         self.begin(stage)
         if self._intercept is None:
             y = forward(x)
@@ -195,15 +195,12 @@ class AroundLayers:
     def call(self, layer: ModelLayer, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a layer in the current partition."""
         if self._intercept is None:
+            return self._call(layer, call, args, kwargs)
+        with Paused(self._intercept):
+            args, kwargs = self._intercept.bring_all(args, kwargs)
             y = self._call(layer, call, args, kwargs)
-        else:
-            with Paused(self._intercept):
-                args, kwargs = self._intercept.bring_all(args, kwargs)
-                y = self._call(layer, call, args, kwargs)
-                if self._copies is not None:
-                    self._copies.settle(y)
-        if self._recording is not None:
-            self._recording.note_layer(layer.module)
+            if self._copies is not None:
+                self._copies.settle(y)
         return y
 
     def _call(self, layer: ModelLayer, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:

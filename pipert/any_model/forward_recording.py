@@ -11,17 +11,15 @@ from bisect import bisect_right
 from contextlib import ExitStack
 
 import torch
-from torch import nn
 from torch.autograd.graph import Node
 
 from pipert._torch import node_count, sequence_nr
 from pipert._typing import Value
-from pipert.any_model.model_layers import ModelLayers
 from pipert.autograd.leaves import is_cast_of_leaf
 from pipert.batch.tensors import differentiable
 from pipert.observe.backward import makers, watch_nodes
 from pipert.observe.notifier import Notifier
-from pipert.observe.recorder import Recorder, Span, Stamp, stamp
+from pipert.observe.recorder import Recorder
 from pipert.schedules.action import FORWARD, Action
 from pipert.stage.stage import Stage
 
@@ -31,38 +29,23 @@ __all__: list[str] = []
 class ForwardRecording:
     """The recording of one micro-batch, in a run that is recorded."""
 
-    def __init__(self, i: int, notifier: Notifier, layers: ModelLayers) -> None:
+    def __init__(self, i: int, notifier: Notifier) -> None:
         self._i = i
-        self._layers = layers
-        self._called: list[tuple[nn.Module, Stamp]] = []
         self._notifier = notifier
         self._starts: list[int] = []
         self._places: list[tuple[int, torch.device]] = []  # the partitions begun, in order
         self._block = ExitStack()
-        self._span: Span | None = None
 
     def begin(self, stage: Stage) -> None:
         """Begin ``F[i,j]``."""
         place = stage.place
         self._starts.append(node_count())
         self._places.append((place.j, place.device))
-        recorded = self._notifier.recorded(Action(FORWARD, self._i, place.j), place.device)
-        self._span = self._block.enter_context(recorded)
-
-    def note_layer(self, module: nn.Module) -> None:
-        """Note that a layer has just been called."""
-        self._called.append((module, stamp(self._places[-1][1])))
+        action = Action(FORWARD, self._i, place.j)
+        self._block.enter_context(self._notifier.recorded(action, place.device))
 
     def end(self) -> None:
         """End ``F[i,j]``. A second call does nothing."""
-        span, self._span = self._span, None
-        if span is None:
-            return
-        called, (j, _) = dict(self._called), self._places[-1]
-        self._called.clear()
-        registered = [layer.module for layer in self._layers.values() if layer.partition == j]
-        if list(called) == registered:
-            span.layers = [span.start, *called.values()]
         self._block.close()
 
     def watch_backward(self, y: Value) -> None:

@@ -13,7 +13,7 @@ that never comes. When all ranks have finished the schedule, all raise.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -29,7 +29,7 @@ from pipert.autograd.recompute import Recomputation
 from pipert.batch.tensors import Carried, differentiable, tensors_of
 from pipert.distributed.rank_boundary import FAILED, Arrived, Parcel, pack
 from pipert.layers.batchnorm import PartitionStats
-from pipert.layers.call import AfterLayer, Layers
+from pipert.layers.call import Layers
 from pipert.layers.effects import Effects
 from pipert.layers.place import Place
 from pipert.layers.random_numbers import RunSeed
@@ -157,9 +157,9 @@ class RankPartition:
         else:
             x = _entered(arrived.rebuild(tensors))
         handed_on: Shared = {}
-        with self._observed(action) as after_layer:
+        with self._observed(action):
             with NOTHING if self.stats is None else self.stats.collecting():
-                compute = partial(self._call_layers, i, after_layer)
+                compute = partial(self._call_layers, i)
                 if arrived is not None and arrived.shared:
                     y = compute_watching(arrived.shared, handed_on.update, compute, x)
                 else:
@@ -170,12 +170,12 @@ class RankPartition:
             self._left.update(rebuild=rebuild, handed_on=handed_on)
             return ys
 
-    def _call_layers(self, i: int, after_layer: AfterLayer, x: Value) -> Value:
+    def _call_layers(self, i: int, x: Value) -> Value:
         if isinstance(x, Carried) != bool(self.skips):  # skips begin here, or ended before
             x = Carried(x, ()) if self.skips else x.value
         kept = self.layers.to_recompute(i) if i < self.batch.recomputed else None
         compute: Callable[[Value], Value]
-        compute = partial(self.layers.forward, i, kept, after_layer)
+        compute = partial(self.layers.forward, i, kept)
         if kept is not None:
             replay = partial(self.layers.recompute, i, kept)
             recomputation = Recomputation(replay, None, not kept.exempt)
@@ -230,13 +230,10 @@ class RankPartition:
             self.batch.notifier.failed(action, self.place.device, error)
         self.batch.fail(error, action)
 
-    @contextmanager
-    def _observed(self, action: Action) -> Iterator[AfterLayer]:
+    def _observed(self, action: Action) -> AbstractContextManager[object]:
         """Compute ``action`` in the block, seen by recordings and observers."""
         self.batch.last = action
-        notifier = self.batch.notifier
-        with notifier.watched(action, self.place.device) as span:
-            yield notifier.recorder.after_layer(span) if notifier.recorder and span else None
+        return self.batch.notifier.watched(action, self.place.device)
 
 
 # torch wraps each error of a backward in one that prints all of its inputs, which may be long.

@@ -207,7 +207,7 @@ class Pipe(nn.Module):
         All ranks enter and leave the block, and get the same timeline at its end, with a lane for
         each rank. Its report says which rank waited for which.
         """
-        return record(self._runtime, self._settings.chunks)
+        return record(self._runtime)
 
     def statistics(self) -> Statistics:
         """Return this rank's counts of runs, as :meth:`pipert.Pipe.statistics` does."""

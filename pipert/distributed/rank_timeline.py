@@ -7,7 +7,7 @@ end: it was idle while the input of its next task had not been computed there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from statistics import median
@@ -29,31 +29,25 @@ _MEETINGS = 7  # a rank may be woken late from one or two of them
 class RankTimeline(Timeline):
     """The events of all ranks of a pipeline; it is filled when the block has ended on all."""
 
-    def __init__(self, homes: Sequence[int], devices: Sequence[torch.device], chunks: int) -> None:
+    def __init__(self, homes: Sequence[int], devices: Sequence[torch.device]) -> None:
         self._ranks = sorted(set(homes))
         workers = [self._ranks.index(home) for home in homes]
-        super().__init__((), devices, workers, chunks=chunks)
+        super().__init__((), devices, workers)
 
     @property
     def lanes(self) -> tuple[str, ...]:
         """The names of the ranks, such as ``'rank 0'``."""
         return tuple([f"rank {rank}" for rank in self._ranks])
 
-    def fill(
-        self, events: list[Event], layers: Mapping[int, list[float]], steps: set[int],
-        failed: set[int],
-    ) -> None:  # fmt: skip
+    def fill(self, events: list[Event], steps: set[int], failed: set[int]) -> None:
         """Take the recordings of all ranks."""
         events.sort(key=lambda event: (event.start, event.end))
         shown = [*_cut_at_recomputations(events), *_waits(events, self._workers)]
-        known = [layers[j] for j in range(len(self.devices)) if layers[j]]
-        all_known = known if len(known) == len(self.devices) else None
-        about = self.devices, self._workers, all_known, self._chunks, steps, failed
-        super().__init__(shown, *about)
+        super().__init__(shown, self.devices, self._workers, steps, failed)
 
 
 @contextmanager
-def record(runtime: RankRuntime, chunks: int) -> Iterator[Timeline]:
+def record(runtime: RankRuntime) -> Iterator[Timeline]:
     """Record the tasks of all ranks in the block, which all of them enter and leave.
 
     After an error in the block the timeline stays empty: other ranks may be elsewhere, so nothing
@@ -62,7 +56,7 @@ def record(runtime: RankRuntime, chunks: int) -> Iterator[Timeline]:
     site, agreement = runtime.site, runtime.site.agreement
     device_of = agreement.agree(site.device, to="record()")
     devices = [agreement.of(home, device_of) for home in site.homes]
-    timeline = RankTimeline(site.homes, devices, chunks)
+    timeline = RankTimeline(site.homes, devices)
     recording = Recording([site.device])
     ahead = _seconds_ahead(agreement, recording)
     runtime.counters.start_recording(recording)
@@ -70,18 +64,15 @@ def record(runtime: RankRuntime, chunks: int) -> Iterator[Timeline]:
         yield timeline
     finally:
         runtime.counters.stop_recording(recording)
-    partitions = runtime.parts.modules
-    layers = {j: recording.layer_seconds(j, len(part)) for j, part in partitions.items()}
     events = [
         replace(event, start=event.start - ahead, end=event.end - ahead)
         for event in recording.events()
     ]
-    own = events, layers, recording.steps, recording.failed
+    own = events, recording.steps, recording.failed
     reports = agreement.agree(own, to="the end of record()")
     parts = [agreement.of(rank, reports) for rank in sorted(set(site.homes))]
     timeline.fill(
         [event for events, *_ in parts for event in events],
-        {j: seconds for _, layers, *_ in parts for j, seconds in layers.items()},
         set().union(*[steps for *_, steps, _ in parts]),
         set().union(*[failed for *_, failed in parts]),
     )

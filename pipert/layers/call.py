@@ -35,8 +35,6 @@ from pipert.workers.context import NOTHING, CallerContext
 
 __all__: list[str] = []
 
-AfterLayer = Callable[[], None] | None
-
 
 class Layers:
     """The layers of one partition, as one run calls them.
@@ -101,15 +99,12 @@ class Layers:
         effect = partial(Effect, self._effects, self._place, i)
         return FromForward(effect, self._snapshot.exempt)
 
-    def forward(
-        self, i: int, kept: FromForward | None, after_layer: AfterLayer, value: Value
-    ) -> Value:
+    def forward(self, i: int, kept: FromForward | None, value: Value) -> Value:
         """Compute micro-batch ``i``. The caller's context must be in place.
 
         Args:
             i: the micro-batch.
             kept: keeps what ``R[i,j]`` needs, or has it; ``None`` if it is not checkpointed.
-            after_layer: called after each layer, if given.
             value: the input.
         """
         buffers = self._snapshot.buffers if self._snapshot and is_recomputing() else {}
@@ -137,8 +132,6 @@ class Layers:
                         value = call(*value.args, **value.kwargs)
                     else:
                         value = call(value)
-                if after_layer is not None:
-                    after_layer()
                 done += 1
             if self._skips is not None and store is not None:
                 skips = [store.send(key) for key, _ in self._skips.leaving]
@@ -187,7 +180,7 @@ class Layers:
             on_worker: whether this thread is a worker, under the caller's context already, rather
                 than a thread of autograd.
         """
-        self.replay(i, lambda: partial(self.forward, i, kept, None, get_value()), check, on_worker)
+        self.replay(i, lambda: partial(self.forward, i, kept, get_value()), check, on_worker)
 
     def replay(
         self,
@@ -284,11 +277,9 @@ class RandomLayers(Layers):
         self._seed = seed
         seed.draw()
 
-    def forward(
-        self, i: int, kept: FromForward | None, after_layer: AfterLayer, value: Value
-    ) -> Value:
+    def forward(self, i: int, kept: FromForward | None, value: Value) -> Value:
         with drawing(Draws(self._seed, self._place.number(i), self._place.device)):
-            return super().forward(i, kept, after_layer, value)
+            return super().forward(i, kept, value)
 
     def backward(self, i: int, differentiate: Callable[..., Value], *args: Any) -> Value:
         number = self._place.number_of_backward(i)

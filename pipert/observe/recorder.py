@@ -16,10 +16,8 @@ recording begins.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from statistics import median
 from time import perf_counter
 
 import torch
@@ -92,8 +90,6 @@ class Span:
     source: torch.device | None = None
     origin: int | None = None
     bytes: int = 0
-    layers: Sequence[Stamp] = ()
-    """For a forward, when it began and when each of its layers was done."""
 
     def dated(self, origin: Origin) -> Event:
         """Return the event, in seconds since ``origin``."""
@@ -123,19 +119,6 @@ class Recording:
         """Return the events that are over, in order of start. Waits for their CUDA devices."""
         events = [span.dated(self.origin) for span in list(self.spans) if span.end is not None]
         return sorted(events, key=lambda event: (event.start, event.end))
-
-    def layer_seconds(self, j: int, layers: int) -> list[float]:
-        """Return the median seconds of each layer of partition ``j`` in its forward tasks.
-
-        Returns an empty list if none ran. Tasks that failed, and so did not reach their last layer,
-        are left out.
-        """
-        tasks = []
-        for span in list(self.spans):
-            if span.j == j and span.end is not None and len(span.layers) == layers + 1:
-                dates = [self.origin.date(moment, span.clock) for moment in span.layers]
-                tasks.append([after - before for before, after in pairwise(dates)])
-        return [median(layer) for layer in zip(*tasks, strict=True)]
 
     def close(self) -> None:
         """Keep the spans that have ended, and record no more."""
@@ -186,13 +169,6 @@ class Recorder:
         """End ``span``."""
         if self:
             span.end = stamp(span.clock, on)
-
-    def after_layer(self, span: Span) -> Callable[[], None] | None:
-        """Return a function to call after each layer; ``None`` if no recording is open."""
-        if not self:
-            return None
-        span.layers = moments = [span.start]
-        return lambda: moments.append(stamp(span.clock))
 
     def fail(self) -> None:
         """Note that the run has failed, or was cancelled."""

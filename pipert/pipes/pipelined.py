@@ -147,8 +147,7 @@ class Pipelined(Steps):
         about a kilobyte with its backward, so record a few steps, not a whole training.
         """
         runtime = self._runtime
-        layout = runtime.devices, runtime.workers, self._balance, self._chunks
-        return record(runtime.counters, *layout)
+        return record(runtime.counters, runtime.devices, runtime.workers)
 
     def statistics(self) -> Statistics:
         """Return counts of what the pipe has done, and what its workers do now. Thread-safe."""

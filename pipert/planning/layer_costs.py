@@ -32,40 +32,40 @@ class LayerCost(NamedTuple):
     """With all gradients."""
     split: float
     """Of a backward that puts off what it can."""
-    weight: float
+    weight: float = 0.0
     """Of what that has put off."""
-    parameters: int
+    parameters: int = 0
     """Of its parameters and buffers, except those of an earlier layer."""
-    trained: int
+    trained: int = 0
     """Of those that require grad."""
-    largest: int
+    largest: int = 0
     """Of the largest one that requires grad."""
-    put_off: int
+    put_off: int = 0
     """Of the gradients that can be put off."""
-    given: int
+    given: int = 0
     """Of its input."""
-    made: int
+    made: int = 0
     """Of its output, unless that is memory of the input."""
-    saves_input: bool
+    saves_input: bool = False
     """Whether its backward needs its input."""
-    saves_output: bool
+    saves_output: bool = False
     """Whether its backward needs its output."""
-    saved: int
+    saved: int = 0
     """Of what it saves besides these."""
-    later: int
+    later: int = 0
     """Of what is kept from ``B`` to ``W`` for the gradients that are put off."""
-    forward_extra: int
+    forward_extra: int = 0
     """The peak of its forward, beyond its input."""
-    quiet_extra: int
+    quiet_extra: int = 0
     """The peak of a forward that saves nothing, beyond its input."""
-    backward_extra: int
+    backward_extra: int = 0
     """The peak of its backward, beyond what it has saved and the gradient of its output."""
-    split_extra: int
+    split_extra: int = 0
     """The same, of a backward that puts off what it can."""
-    stashed: dict[Key, tuple[int, int]]
+    stashed: Mapping[Key, tuple[int, int]] = {}
     """Of each skip that it stashes: all bytes, and those of memory beside what it saves and makes.
     """
-    popped: dict[Key, int]
+    popped: Mapping[Key, int] = {}
     """Of each skip that it pops, if its backward needs that; else 0."""
     kept: int = 0
     """What stays of a recomputed micro-batch, if not only the input of its partition does."""
@@ -109,10 +109,16 @@ def block_costs(
 
 def _own_code(seconds: float, saved: int) -> LayerCost:
     """Return the cost of code between layers; its backward takes twice as long."""
-    sizes: dict[str, Any] = dict.fromkeys(LayerCost._fields, 0) | {"stashed": {}, "popped": {}}
-    backward = {"backward": 2 * seconds, "split": 2 * seconds}
-    extra = ("saved", "kept", "forward_extra", "backward_extra", "split_extra")
-    return LayerCost(**{**sizes, "forward": seconds, **backward, **dict.fromkeys(extra, saved)})
+    return LayerCost(
+        forward=seconds,
+        backward=2 * seconds,
+        split=2 * seconds,
+        saved=saved,
+        kept=saved,
+        forward_extra=saved,
+        backward_extra=saved,
+        split_extra=saved,
+    )
 
 
 class _Measure:
@@ -184,9 +190,6 @@ def _measure(probe: Probe) -> tuple[LayerCost, Carried]:
         quiet_extra=quiet_extra,
         backward_extra=backward_extra,
         split_extra=split_extra,
-        parameters=0,
-        trained=0,
-        largest=0,
         put_off=sum(put_off.values()),
         later=sum(size for key, size in kept.items() if key not in weights),
         **sizes,

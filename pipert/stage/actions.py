@@ -24,7 +24,6 @@ from pipert._typing import Value
 from pipert.autograd.checkpoint import Checkpoint
 from pipert.autograd.weight_gradients import compute_later
 from pipert.batch.tensors import differentiable
-from pipert.layers.call import AfterLayer
 from pipert.layers.never_recompute import FromForward
 from pipert.observe.backward import makers, watch_nodes
 from pipert.schedules.action import BACKWARD, FORWARD, RECOMPUTE, WEIGHT, Action
@@ -49,17 +48,17 @@ def forward(stage: Stage, i: int, x: Value) -> Value:
     return y if stage.skips is None else stage.without_leaving_skips(i, y)
 
 
-def compute(stage: Stage, i: int, x: Value, after_layer: AfterLayer = None) -> Value:
+def compute(stage: Stage, i: int, x: Value) -> Value:
     """Compute the layers, checkpointed or not, and in the last stage of a step the loss."""
     layers = partial(_watched, stage) if stage.shared else stage.layers.forward
     with NOTHING if stage.stats is None else stage.stats.collecting():
         if i >= stage.recomputed:
-            y = layers(i, None, after_layer, x)
+            y = layers(i, None, x)
         else:
             # They outlive the run, so they must reference neither the stage nor the run.
             kept = stage.layers.to_recompute(i)
             replay = partial(stage.layers.recompute, i, kept)
-            compute = partial(layers, i, kept, after_layer)
+            compute = partial(layers, i, kept)
             y = stage.ends.checkpoint(replay, compute, x, not kept.exempt)
     return y if stage.loss is None else stage.loss(i, y)
 
@@ -100,11 +99,9 @@ def weight_gradients(stage: Stage, i: int, _: Value) -> None:
         cut.gradients.add(*stage.layers.backward(i, compute_later, later))  # hooks may draw
 
 
-def _watched(
-    stage: Stage, i: int, kept: FromForward | None, after_layer: AfterLayer, x: Value
-) -> Value:
+def _watched(stage: Stage, i: int, kept: FromForward | None, x: Value) -> Value:
     """Compute the layers; refuse changes of tensors in ``x`` that share memory."""
-    forward = partial(stage.layers.forward, i, kept, after_layer)
+    forward = partial(stage.layers.forward, i, kept)
     return compute_watching(stage.shared, partial(stage.hand_on, i), forward, x)
 
 
@@ -118,8 +115,8 @@ def compute_recorded(stage: Stage, i: int, x: Value) -> Value:
     assert recorder is not None
     j, device = stage.place.j, stage.place.device
     inputs, first = makers(differentiable(x)[0]), node_count()
-    with notifier.recorded(Action(FORWARD, i, j), device) as span:
-        y = compute(stage, i, x, recorder.after_layer(span))
+    with notifier.recorded(Action(FORWARD, i, j), device):
+        y = compute(stage, i, x)
     if stage.cut is None and stage.run.context.grad_enabled:
         outputs, made = makers(differentiable(y)[0]) - inputs, range(first, node_count())
         watch = partial(watch_nodes, recorder, i, j, device, outputs, inputs, made)

@@ -75,7 +75,7 @@ class Report:
     costs: tuple[Costs, ...]
     """The cost of a micro-batch in each partition."""
     advice: tuple[Advice, ...]
-    """Suggestions, largest predicted gain first."""
+    """What holds the pipe back, and what may help."""
 
     def __str__(self) -> str:
         lines = [*wrap(_headline(self), _COLUMNS), "", *_table(self), "", _bubble_line(self)]
@@ -92,8 +92,6 @@ def make_report(
     lanes: Sequence[str],
     workers: Sequence[int],
     devices: Sequence[torch.device],
-    layers: Sequence[Sequence[float]] | None,
-    chunks: int | None,
     steps: frozenset[int],
     failed: frozenset[int],
 ) -> Report:
@@ -121,16 +119,19 @@ def make_report(
     one_thread = not stepped and all(device.type == "cpu" for device in devices)
     ideal = ideal_bubble(m, n, costs)
     ideal_backward = (n - 1) / n if one_thread else ideal
-    seen = Observations(m, chunks, costs, lanes, workers, devices, layers, share, one_thread)
+    times = tuple(_device(*lane, work) for lane in zip(lanes, lane_events, strict=True))
+    bubble = _bubble(busy, work)
+    recomputing = sum(each.recomputing for each in times) / (n * length(work) or 1.0)
+    seen = Observations(m, costs, lanes, workers, devices, share, one_thread, bubble, recomputing)
     return Report(
         calls=len(sizes),
         incomplete=len(incomplete),
         micro_batches=m,
         seconds=seconds,
         outside=outside,
-        devices=tuple(_device(*lane, work) for lane in zip(lanes, lane_events, strict=True)),
+        devices=times,
         waits=_waits(events, lanes, workers, work),
-        bubble=_bubble(busy, work),
+        bubble=bubble,
         forward_bubble=None if stepped else _bubble(busy, union(forward)),
         backward_bubble=None if stepped or not backward else _bubble(busy, union(backward)),
         ideal_bubble=forward_share * ideal + (1 - forward_share) * ideal_backward,

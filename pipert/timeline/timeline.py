@@ -29,10 +29,6 @@ class Timeline:
         devices: the device of each partition.
         workers: the worker of each partition, counted from 0. Default: as in a pipe, one per
             CUDA device and per ``'cpu'``.
-        layers: for each partition the seconds that each of its layers takes in a forward task; the
-            report derives a better balance from them. Default: unknown.
-        chunks: the requested number of micro-batches; a call with fewer had no more rows.
-            Default: unknown.
         steps: the numbers of the calls of ``forward_backward``. Default: none.
         failed: the numbers of the calls that failed or were cancelled. Default: none.
 
@@ -45,21 +41,17 @@ class Timeline:
         events: Iterable[Event],
         devices: Sequence[torch.device | str],
         workers: Sequence[int] | None = None,
-        layers: Sequence[Sequence[float]] | None = None,
-        chunks: int | None = None,
         steps: Iterable[int] = (),
         failed: Iterable[int] = (),
     ) -> None:
         self._events = tuple(sorted(events, key=lambda event: (event.start, event.end)))
         self._devices = tuple(torch.device(device) for device in devices)
         self._workers = tuple(assign_workers(list(self._devices)) if workers is None else workers)
-        self._layers = layers
-        self._chunks = chunks
         self._steps = frozenset(steps)
         self._failed = frozenset(failed)
         n = len(self._devices)
-        if len(self._workers) != n or layers is not None and len(layers) != n:
-            raise ValueError(f"workers and layers must have an entry for each of the {n} devices")
+        if len(self._workers) != n:
+            raise ValueError(f"workers must have an entry for each of the {n} devices")
         for event in self._events:
             if event.kind not in KINDS or not 0 <= event.partition < n:
                 raise ValueError(f"{event} is of no kind in {KINDS}, or not in {n} partitions")
@@ -97,11 +89,6 @@ class Timeline:
         """The calls that failed or were cancelled, which the report leaves out."""
         return self._failed
 
-    @property
-    def layer_seconds(self) -> Sequence[Sequence[float]] | None:
-        """The median seconds of each partition's layers in a forward task, if known."""
-        return self._layers
-
     def report(self) -> Report:
         """Reports how the devices spent their time, and how to use it better.
 
@@ -114,9 +101,8 @@ class Timeline:
 
     def _report(self, events: Sequence[Event]) -> Report:
         return make_report(
-            events, self.lanes, self._workers, self._devices, self.layer_seconds, self._chunks,
-            self.steps, self.failed,
-        )  # fmt: skip
+            events, self.lanes, self._workers, self._devices, self.steps, self.failed
+        )
 
     def fit(self, memory: int | None = None) -> Fitted:
         """Make the schedule that is predicted to be fastest for what was measured.
@@ -179,12 +165,9 @@ class LiveTimeline(Timeline):
         recording: Recording,
         devices: Sequence[torch.device],
         workers: Sequence[int],
-        balance: Sequence[int],
-        chunks: int,
     ) -> None:
-        super().__init__((), devices, workers, chunks=chunks)
+        super().__init__((), devices, workers)
         self._recording = recording
-        self._balance = tuple(balance)
         self._final: tuple[Event, ...] = ()
 
     @property
@@ -203,24 +186,17 @@ class LiveTimeline(Timeline):
     def failed(self) -> frozenset[int]:
         return frozenset(self._recording.failed)
 
-    @property
-    def layer_seconds(self) -> Sequence[Sequence[float]] | None:
-        seconds = [self._recording.layer_seconds(j, n) for j, n in enumerate(self._balance)]
-        return seconds if all(seconds) else None
-
 
 @contextmanager
 def record(
     counters: Counters,
     devices: Sequence[torch.device],
     workers: Sequence[int],
-    balance: Sequence[int],
-    chunks: int,
 ) -> Iterator[Timeline]:
     """Record the calls of a pipe that begin inside the block; references only its counters."""
     recording = Recording(devices)
     counters.start_recording(recording)
     try:
-        yield LiveTimeline(recording, devices, workers, balance, chunks)
+        yield LiveTimeline(recording, devices, workers)
     finally:
         counters.stop_recording(recording)

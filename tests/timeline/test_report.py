@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from pipert import Event, Timeline
+from pipert.timeline import Report
 from pipert.timeline.intervals import length, overlap, union
 
 CPU = torch.device("cpu")
@@ -107,8 +108,7 @@ def test_gradients_of_weights_that_are_put_off_fill_the_bubble() -> None:
     assert (first.busy, first.forward, first.backward, first.waiting) == (6, 2, 4, 1)
     assert (second.busy, second.forward, second.backward, second.waiting) == (6, 2, 4, 1)
     assert [(cost.weight, cost.whole) for cost in report.costs] == [(1, 3), (1, 3)]
-    (chunks,) = report.advice
-    assert chunks.gain == pytest.approx(1 - 6.5 / 7)
+    assert [one.kind for one in report.advice] == ["plan"]
 
 
 @pytest.mark.parametrize(
@@ -138,69 +138,53 @@ def test_a_backward_in_several_pieces_costs_what_they_take_together() -> None:
     assert cost.backward == 3.0
 
 
-def test_a_better_balance_is_named() -> None:
-    layers = [[0.5, 0.5], [1.0, 1.0, 1.0]]
-    report = Timeline(grid([1.0, 3.0], 4), CUDA[:2], layers=layers).report()
-    assert [(cost.forward, cost.whole) for cost in report.costs] == [(1, 1), (3, 3)]
-    best = report.advice[0]
-    assert "partition 1 on cuda:1 is the slowest: 3000.00 ms" in best.text
-    assert "balance=[3, 2] instead of [2, 3]" in best.text
-    assert best.value == (3, 2) and best.gain == pytest.approx(1 - (2 + 4 * 2) / (1 + 4 * 3))
+def kinds(report: Report) -> list[str]:
+    return [one.kind for one in report.advice]
 
 
-def test_layers_cost_what_they_take_of_the_whole_task() -> None:
-    # The backward of partition 0 makes it the slow one, though its forward is short.
-    events = [*grid([1.0, 1.5], 8), *grid([5.0, 0.5], 8, "backward", at=20.0)]
-    report = Timeline(events, CUDA[:2], layers=[[0.5, 0.5], [1.5]]).report()
-    assert "balance=[1, 2] instead of [2, 1]" in report.advice[0].text
-    assert report.advice[0].kind == "balance"
-
-
-def test_the_largest_layer_is_named_if_no_balance_is_better() -> None:
-    report = Timeline(grid([1.0, 3.0], 4), CUDA[:2], layers=[[1.0], [3.0]]).report()
-    assert any("no other balance of these layers" in one.text for one in report.advice)
-
-
-def test_the_report_without_layer_times_says_how_to_find_a_balance() -> None:
+def test_the_slowest_partition_is_named() -> None:
     report = Timeline(grid([1.0, 3.0], 4), CUDA[:2]).report()
-    assert "balance_by_time" in report.advice[0].text
+    assert [(cost.forward, cost.whole) for cost in report.costs] == [(1, 1), (3, 3)]
+    text = "partition 1 on cuda:1 is the slowest: 3000.00 ms for a micro-batch, 1.50 of the mean"
+    assert report.advice[0].text == text and kinds(report) == ["balance", "plan"]
+
+
+def test_a_partition_is_slow_by_all_that_its_device_computes() -> None:
+    events = [*grid([1.0, 1.5], 8), *grid([5.0, 0.5], 8, "backward", at=20.0)]
+    assert "partition 0 on" in Timeline(events, CUDA[:2]).report().advice[0].text
 
 
 def test_an_even_pipe_gets_no_advice_about_its_balance() -> None:
-    report = Timeline(grid([1.0, 1.0], 4), CUDA[:2], layers=[[1.0], [1.0]]).report()
-    assert not any("balance" in one.text for one in report.advice)
+    assert kinds(Timeline(grid([1.0, 1.0], 4), CUDA[:2]).report()) == ["plan"]
 
 
-def test_more_chunks_are_advised_while_they_pay() -> None:
-    few = Timeline(grid([1.0, 1.0, 1.0], 2), CUDA[:3]).report()
-    (advice,) = few.advice
-    assert advice.text.startswith("chunks=4 instead of 2") and advice.gain == pytest.approx(1 / 4)
-    assert (advice.kind, advice.value) == ("chunks", 4)
+def test_a_plan_is_advised_while_devices_wait() -> None:
+    (advice,) = Timeline(grid([1.0, 1.0, 1.0], 2), CUDA[:3]).report().advice
+    assert advice.text.startswith("devices waited for 50% of their time and recomputed for 0%: ")
+    assert "pipert.plan_for" in advice.text
     assert not Timeline(grid([1.0, 1.0], 32), CUDA[:2]).report().advice
 
 
-@pytest.mark.parametrize(("cores", "kinds"), [(4, ["chunks"]), (2, ["cores"]), (1, ["cores"])])
-def test_no_more_chunks_are_advised_to_workers_that_share_cores(
-    cores: int, kinds: list[str], monkeypatch: pytest.MonkeyPatch
+def test_a_plan_is_advised_while_devices_recompute() -> None:
+    events = [*grid([1.0], 2), *grid([1.0], 2, "recompute", 2.0), *grid([2.0], 2, "backward", 4.0)]
+    (advice,) = Timeline(events, CUDA[:1]).report().advice
+    assert "waited for 0% of their time and recomputed for 25%" in advice.text
+
+
+@pytest.mark.parametrize(("cores", "kind"), [(4, "plan"), (2, "cores"), (1, "cores")])
+def test_workers_that_share_cores_get_no_other_advice(
+    cores: int, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: cores)
-    events = on_cpu(grid([1.0] * 4, 4))
-    advice = Timeline(events, [f"cpu:{k}" for k in range(4)]).report().advice
-    assert [one.kind for one in advice] == kinds
-    assert cores == 4 or f"4 CPU workers share {cores} core" in advice[-1].text
+    report = Timeline(on_cpu(grid([1.0] * 4, 4)), [f"cpu:{k}" for k in range(4)]).report()
+    assert kinds(report) == [kind]
+    assert cores == 4 or f"4 CPU workers share {cores} core" in report.advice[-1].text
 
 
 def test_a_text_fits_a_hundred_columns() -> None:
-    costs = [1.0, 3.0, 1.0, 1.0]
-    text = str(Timeline(grid(costs, 4), CUDA, layers=[[cost] for cost in costs]).report())
-    assert "no other balance of these layers" in " ".join(text.split())
+    text = str(Timeline(grid([1.0, 3.0, 1.0, 1.0], 4), CUDA).report())
+    assert "searches the balance, chunks" in " ".join(text.split())
     assert max(map(len, text.splitlines())) <= 100
-
-
-def test_much_recomputation_is_named() -> None:
-    events = [*grid([1.0], 2), *grid([1.0], 2, "recompute", 5.0), *grid([2.0], 2, "backward", 7.0)]
-    (advice,) = Timeline(events, CUDA[:1]).report().advice
-    assert (advice.kind, advice.value, advice.gain) == ("checkpoint", "never", 0.25)
 
 
 def test_short_tasks_are_named() -> None:
@@ -217,35 +201,24 @@ def test_on_cpu_the_one_thread_of_the_backward_counts() -> None:
         Event("backward", i, j, CPU, 20.0 + 2 * (2 * i + j), 22.0 + 2 * (2 * i + j))
         for i in range(4) for j in range(2)
     ]  # fmt: skip
-    events = [*on_cpu(grid([1.0, 3.0], 4)), *backward]
-    report = Timeline(events, ["cpu", "cpu"], layers=[[1.0], [1.0, 1.0, 1.0]]).report()
+    report = Timeline([*on_cpu(grid([1.0, 3.0], 4)), *backward], ["cpu", "cpu"]).report()
     assert report.backward_bubble == pytest.approx(1 / 2)
     assert report.ideal_bubble == pytest.approx((13 * (1 / 5) + 16 * (1 / 2)) / 29)
     (balance, *_) = [one for one in report.advice if one.kind == "balance"]
     assert "the slowest in the forward" in balance.text
-    assert balance.gain == pytest.approx(3 / 29)  # of 13 s forward; nothing of 16 s backward
-
-
-def test_more_chunks_than_rows_are_not_advised() -> None:
-    few = Timeline(grid([1.0, 1.0, 1.0], 2), CUDA[:3], chunks=8).report()
-    assert not few.advice
-
-
-def test_with_one_micro_batch_no_balance_is_better() -> None:
-    report = Timeline(grid([1.0, 3.0], 1), CUDA[:2], layers=[[1.0], [1.0] * 3]).report()
-    assert [one.kind for one in report.advice] == ["chunks"]
 
 
 def test_unlike_devices_get_no_advice_about_their_balance() -> None:
     events = [replace(e, device=CPU) if e.partition == 0 else e for e in grid([1.0, 3.0], 4)]
-    report = Timeline(events, [CPU, CUDA[1]], layers=[[1.0], [1.0, 1.0, 1.0]]).report()
-    assert not any(one.kind == "balance" for one in report.advice)
+    assert kinds(Timeline(events, [CPU, CUDA[1]]).report()) == ["plan"]
 
 
 def test_partitions_of_one_device_have_no_balance() -> None:
-    events = [replace(event, device=CUDA[0]) for event in grid([1.0, 3.0], 4)]
-    report = Timeline(events, ["cuda:0"] * 2, layers=[[1.0], [1.0] * 3]).report()
-    assert not report.advice
+    events = [
+        Event("forward", i, j, CUDA[0], 2 * i + j, 2 * i + j + 1.0)
+        for i in range(4) for j in range(2)
+    ]  # fmt: skip
+    assert not Timeline(events, ["cuda:0"] * 2).report().advice
 
 
 def test_a_pause_between_two_backwards_is_no_work() -> None:
@@ -300,11 +273,9 @@ def test_events_that_cannot_be_are_refused(kind: str, partition: int) -> None:
         Timeline([Event(kind, 0, partition, CPU, 0.0, 1.0)], [CPU, CPU])
 
 
-def test_workers_and_layers_must_be_there_for_each_device() -> None:
+def test_workers_must_be_there_for_each_device() -> None:
     with pytest.raises(ValueError, match="for each of the 2 devices"):
         Timeline([], [CPU, CPU], workers=[0])
-    with pytest.raises(ValueError, match="for each of the 2 devices"):
-        Timeline([], [CPU, CPU], layers=[[1.0]])
 
 
 def test_intervals_are_merged_and_measured() -> None:
