@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -73,8 +74,8 @@ class LayerCost(NamedTuple):
 
 def layer_costs(module: nn.Sequential, value: Value, device: Device | None) -> list[LayerCost]:
     """Measure each layer for the micro-batch ``value``, on copies, as :func:`.layer_times` does."""
-    probe_layers(module, value, device, _Measure())  # to warm up
-    return probe_layers(module, value, device, _Measure())
+    _, *rounds = [probe_layers(module, value, device, _Measure()) for _ in range(1 + _ROUNDS)]
+    return _medians(rounds)
 
 
 def block_costs(
@@ -98,13 +99,31 @@ def block_costs(
         cost, output = measured(probe)
         return cost._replace(kept=cost.given), output
 
-    for _ in range(2):  # the first time to warm up
+    rounds = []
+    for _ in range(1 + _ROUNDS):
         measured = _Measure()
-        found = measure_calls(model, layers, begins, example, device, measure, _own_code, loss)
-    costs = [found[name] for name in begins]
+        each = measure_calls(model, layers, begins, example, device, measure, _own_code, loss)
+        rounds.append(each)
+    costs = [_medians([found[name] for found in rounds[1:]]) for name in begins]
     sizes = measured.sizes_of(model)  # what belongs to no layer that was called
     costs[0].insert(0, _own_code(0.0, 0)._replace(**sizes))
     return costs
+
+
+_ROUNDS = 3
+"""How often times are measured, after a first time to warm up."""
+
+
+def _medians(rounds: Sequence[Sequence[LayerCost]]) -> list[LayerCost]:
+    return [
+        each[0]._replace(
+            forward=median([cost.forward for cost in each]),
+            backward=median([cost.backward for cost in each]),
+            split=median([cost.split for cost in each]),
+            weight=median([cost.weight for cost in each]),
+        )
+        for each in zip(*rounds, strict=True)
+    ]
 
 
 def _own_code(seconds: float, saved: int) -> LayerCost:
