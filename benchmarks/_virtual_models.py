@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ class Workload:
     Args:
         build: makes the model, each time with the same weights.
         batch: makes the given number of samples.
-        rows: samples in a mini-batch.
+        rows: samples in a mini-batch, or as many as micro-batches if these are more.
         full: makes the full-size model and a sample for it, on the meta device. The machine's rates
             are scaled by it; ``None`` leaves them unscaled.
         machine: the unscaled rates.
@@ -63,7 +64,8 @@ class Workload:
     def case(self, n: int, m: int) -> Case:
         """Makes a case with the best balance for the layers' virtual seconds."""
         balance = tuple(balance_by_cost(self.times().total, n))
-        return Case(self.build, partial(self.batch, self.rows), balance, m, self.for_peer)
+        rows = max(m, self.rows)
+        return Case(self.build, partial(self.batch, rows), balance, m, self.for_peer)
 
     def prediction(self, setting: Setting, balance: Sequence[int]) -> Prediction:
         """Predicts a setting with the simulator, from the layers' virtual seconds."""
@@ -202,7 +204,7 @@ def _of_paper(model: Model, rows: int) -> Workload:
 
     build = partial(_seeded, partial(_out_of_place, model))
     batch = partial(_random, model.image(SCALE))
-    sizes = ((1, 8), (2, 8), (4, 8), (8, 16))
+    sizes = tuple(product((2, 4, 8), (1, 4, 32)))
     return Workload(model.name, build, batch, rows, full, for_peer=for_torchgpipe, sizes=sizes)
 
 

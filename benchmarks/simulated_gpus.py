@@ -44,7 +44,9 @@ __all__ = ["main"]
 SHORT = ((4, 8),)  # n, m
 RUNTIMES = (
     ("torchgpipe", "autograd"), ("pipert", "autograd"), ("pipert", "gpipe"), ("pipert", "1f1b"),
+    ("pipert", "zb-h1"), ("pipert", "zb-h2"),
 )  # fmt: skip
+PLANS = tuple(schedule for _, schedule in RUNTIMES if schedule != "autograd")
 OF_IDEAL = 0.97  # the lowest permitted speed-up of sleeping stages, as a fraction of the ideal
 
 Figures = dict[str, Any]
@@ -106,7 +108,7 @@ def speeds(arguments: argparse.Namespace) -> tuple[list[str], list[Figures]]:
         total = len(sizes) * len(MODES) * len(RUNTIMES)
         with tqdm(total=total, desc=name, unit="figure", mininterval=5) as bar:
             table, found = speed(workload, sizes, arguments.repeats, bar.update)
-        columns = ("case", "ideal", "torchgpipe", "pipert", "gpipe", "1f1b", "spread")
+        columns = ("case", "ideal", "torchgpipe", "pipert", *PLANS, "spread")
         missed += report(_title(workload.name, workload.rates()), columns, table)
         all_found += found
     return missed, all_found

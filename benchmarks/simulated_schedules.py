@@ -13,7 +13,8 @@ eight devices with 32 micro-batches a forward task takes 34 us, a backward task 
 
 With *interleaved* a device has two partitions, half as large. *Ideal* is a pipeline with one
 partition per device, whose links cost nothing. In the second table gradients of weights are put
-off, which that pipeline does not do. In the third, four devices have one, two or four partitions
+off, which that pipeline does not do. The third does the same with sixteen transformer blocks,
+beside 1F1B. In the fourth, four devices have one, two or four partitions
 each: the ideal is ``m * n / (m + (n - 1) / v)``, which needs ``v`` times as many copies.
 
 pipert itself runs; only the devices' clocks are simulated, so nothing here was measured on a GPU.
@@ -29,7 +30,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
+sys.path[:0] = [str(ROOT / each) for each in ("benchmarks", "", "examples")]
 
 from tests import simulated_gpus  # noqa: E402
 
@@ -38,6 +39,7 @@ GPUS = simulated_gpus.start()
 # isort: split
 import torch  # noqa: E402
 from _measure import Row, header, report, verdict  # noqa: E402
+from models.gpt import Block, ModelConfig  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 from pipert import Pipe  # noqa: E402
@@ -50,6 +52,7 @@ IN_TURNS = (("1f1b", 1), ("eager-1f1b", 1), ("interleaved", 2), ("interleaved", 
 DEVICES, MICRO_BATCHES = 4, (8, 16, 32)  # for the ways in IN_TURNS
 APART = ("zb-h1", "zb-h2", "zb-v")
 APART_BARS = {(4, 8): (3.0, 3.35, 3.1), (8, 8): (5.6, 5.6, 5.7), (8, 32): (6.2, 7.0, 6.6)}
+OF_LINEARS = 0.93  # the lowest permitted gain of blocks over 1f1b, relative to that of Linears
 LAYERS, WIDTH, ROWS = 16, 256, 2048
 BAR = 0.97  # the lowest permitted ratio to the speed of loss.backward()
 
@@ -68,6 +71,12 @@ def layers() -> nn.Sequential:
     return nn.Sequential(*[layer for pair in pairs for layer in pair])
 
 
+def blocks() -> nn.Sequential:
+    """Builds as many transformer blocks."""
+    config = ModelConfig(context=32, width=64, layers=LAYERS, heads=4)
+    return nn.Sequential(*[Block(config) for _ in range(LAYERS)])
+
+
 def mean_square(y: Tensor, _: object = None) -> Tensor:
     """Computes the loss."""
     return y.square().mean()
@@ -81,9 +90,11 @@ def step(model: nn.Module, x: Tensor, way: str) -> None:
         mean_square(model(x)).backward()  # type: ignore[no-untyped-call]
 
 
-def measure(model: nn.Module, way: str = "autograd") -> Figure:
+def measure(
+    model: nn.Module, way: str = "autograd", shape: Sequence[int] = (ROWS, WIDTH)
+) -> Figure:
     """Takes two steps; measures the second."""
-    x = torch.randn(ROWS, WIDTH, device="cuda:0")
+    x = torch.randn(shape, device="cuda:0")
     step(model, x, way)
     torch.cuda.reset_peak_memory_stats(0)
     before = GPUS.live_bytes(0)
@@ -92,13 +103,15 @@ def measure(model: nn.Module, way: str = "autograd") -> Figure:
     return Figure(GPUS.makespan(), GPUS.peak_bytes(0) - before)
 
 
-def measure_pipe(way: str, n: int, m: int, v: int = 1) -> Figure:
+def measure_pipe(way: str, n: int, m: int, v: int = 1, of_blocks: bool = False) -> Figure:
     """Measures a step on ``n`` devices with ``v`` partitions each."""
+    module = blocks() if of_blocks else layers()
+    shape = (64, 32, 64) if of_blocks else (ROWS, WIDTH)
     numbers = [*range(n), *reversed(range(n))] if way == "zb-v" else [*range(n)] * v
     devices = [f"cuda:{k}" for k in numbers]
-    balance = [2 * LAYERS // len(devices)] * len(devices)
-    with Pipe(layers(), balance, devices=devices, chunks=m, checkpoint="never") as pipe:
-        return measure(pipe, way)
+    balance = [len(module) // len(devices)] * len(devices)
+    with Pipe(module, balance, devices=devices, chunks=m, checkpoint="never") as pipe:
+        return measure(pipe, way, shape)
 
 
 def row(n: int, m: int, plain: Figure) -> Row:
@@ -122,6 +135,23 @@ def row_apart(n: int, m: int, plain: Figure) -> Row:
     ])  # fmt: skip
     cells = [f"{up:.2f}" for up in ups] + [f"{figure.bytes / 2**20:.1f}" for figure in found]
     return Row((f"n={n} m={m}", f"{m * n / (m + n - 1):.2f}", *cells), missed)
+
+
+def row_of_blocks(n: int, m: int) -> Row:
+    """Compares what blocks and Linears gain over 1F1B when gradients of weights are put off."""
+    gains = []
+    for of_blocks in (True, False):
+        ways = ("1f1b", *APART)
+        base, *found = [measure_pipe(way, n, m, of_blocks=of_blocks).microseconds for way in ways]
+        gains.append([base / microseconds for microseconds in found])
+    ratios = [gain / of_linears for gain, of_linears in zip(*gains, strict=True)]
+    missed = tuple([
+        f"n={n} m={m}: blocks gain {ratio:.2f} of what Linears gain by {way}"
+        for way, ratio in zip(APART, ratios, strict=True)
+        if ratio < OF_LINEARS
+    ])  # fmt: skip
+    cells = [f"{up:.2f}" for up in gains[0]] + [f"{ratio:.2f}" for ratio in ratios]
+    return Row((f"n={n} m={m}", *cells), missed)
 
 
 def rows_in_turns(m: int, plain: Figure) -> list[Row]:
@@ -159,6 +189,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         table = [row_apart(n, m, plain) for n, m in chosen]
         columns = ("case", "ideal", *APART, *(f"{way} MiB" for way in APART))
         missed += report(f"{title}, gradients of weights apart", columns, table)
+        table = [row_of_blocks(n, m) for n, m in chosen]
+        columns = ("case", *APART, *(f"{way} of Linears'" for way in APART))
+        missed += report("simulated, transformer blocks, gain over 1f1b", columns, table)
     if not arguments.only:
         table = [row for m in MICRO_BATCHES for row in rows_in_turns(m, plain)]
         title = f"{title}, {DEVICES} devices with v partitions each"
