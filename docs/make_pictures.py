@@ -211,7 +211,8 @@ def pictures(steps: int) -> dict[str, dict[str, Timeline]]:
         "zero_bubble": {
             f"schedule={name!r}": apart(name, [f"cpu:{k}" for k in workers], steps=steps)
             for name, workers in {
-                "1f1b": (0, 1, 2), "zb-h1": (0, 1, 2), "zb-v": (0, 1, 2, 2, 1, 0)
+                "1f1b": (0, 1, 2), "zb-h1": (0, 1, 2), "zb-h2": (0, 1, 2),
+                "zb-v": (0, 1, 2, 2, 1, 0),
             }.items()
         },
         "fine_tuning": {
