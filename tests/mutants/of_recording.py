@@ -106,12 +106,8 @@ MUTANTS = [
     ),
     Mutant(
         "forward-by-the-process", "pipert/stage/actions.py", "the device's clock for a forward",
-        "with notifier.recorded(Action(FORWARD, i, j), device) as span",
-        'with notifier.recorded(Action(FORWARD, i, j), torch.device("cpu")) as span',
-    ),
-    Mutant(
-        "layers-by-the-process", RECORDER, "the device's clock for layers",
-        "moments.append(stamp(span.clock))", 'moments.append(stamp(torch.device("cpu")))',
+        "with notifier.recorded(Action(FORWARD, i, j), device):",
+        'with notifier.recorded(Action(FORWARD, i, j), torch.device("cpu")):',
     ),
     Mutant(
         "step-backward-by-the-process", STEP, "the device's clock for a backward of a step",

@@ -59,12 +59,8 @@ REASONS = {
     ): "records; see the mutants of stage/recorded.py",
     (
         "pipert/distributed/rank_partition.py",
-        "notifier.watched(action, self.place.device)",
+        "self.batch.notifier.watched(action, self.place.device)",
     ): "records; see the mutants of stage/recorded.py",
-    (
-        "pipert/any_model/forward_recording.py",
-        "stamp(self._places[-1][1])",
-    ): "as that of a layer in observe/recorder.py, which has a mutant",
     (
         "pipert/check/ways.py",
         "torch.cuda.synchronize(device)",

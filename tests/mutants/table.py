@@ -11,6 +11,7 @@ from tests.mutants import (
     of_stages,
     of_streams,
     of_the_engine,
+    of_weights,
     of_workers,
 )
 
@@ -29,6 +30,7 @@ BREAKAGES = [
     *of_foundations.BREAKAGES,
     *of_models.BREAKAGES,
     *of_the_engine.BREAKAGES,
+    *of_weights.BREAKAGES,
     *of_ranks.BREAKAGES,
 ]
 """Breakages of pipert's other guarantees, which the CPU shows."""

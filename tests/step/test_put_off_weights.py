@@ -69,6 +69,65 @@ def test_an_input_that_was_changed_in_place_is_refused(kind: str, checkpoint: st
             pipe.forward_backward(x, loss_fn=mean, schedule="zb-h1")
 
 
+class ChangesItsInputLate(nn.Module):
+    """Changes what its layer has saved when the gradient of that has been computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        def change(grad: Tensor) -> None:
+            with torch.no_grad():
+                h.add_(1)
+
+        before = x * 1
+        before.register_hook(change)  # type: ignore[no-untyped-call]
+        h = before * 1
+        y: Tensor = self.inner(h)
+        return y
+
+
+def test_an_input_that_is_changed_before_w_is_refused() -> None:
+    layers = nn.Sequential(ChangesItsInputLate(), linear(3, 3))
+    with piped("Pipe", layers) as pipe:
+        with pytest.raises(RuntimeError, match="modified in place before that was computed"):
+            x = torch.randn(6, 3, dtype=torch.float64, requires_grad=True)
+            pipe.forward_backward(x, loss_fn=mean, schedule="zb-h1")
+
+
+class HooksItsNode(nn.Module):
+    """Doubles the gradients that the node of its product returns."""
+
+    def __init__(self, before: bool) -> None:
+        super().__init__()
+        self.inner, self.before = linear(3, 3), before
+
+    def forward(self, x: Tensor) -> Tensor:
+        def double(gradients: Any, _: object = None) -> tuple[Tensor | None, ...]:
+            return tuple([None if each is None else 2 * each for each in gradients])
+
+        y = self.inner(x)
+        if self.before:
+            y.grad_fn.register_prehook(double)
+        else:
+            y.grad_fn.register_hook(double)
+        doubled: Tensor = y * 1
+        return doubled
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_a_hook_of_the_node_of_a_use_changes_the_gradient_of_the_weight(before: bool) -> None:
+    layers = nn.Sequential(linear(3, 3), HooksItsNode(before), linear(3, 3))
+    x = torch.randn(6, 3, dtype=torch.float64)
+    torch.autograd.backward(mean(layers(x), None))
+    expected = grads_of(layers)
+    layers.zero_grad()
+    with piped("Pipe", layers) as pipe:
+        pipe.forward_backward(x, loss_fn=mean, schedule="zb-h1")
+    same(grads_of(layers), expected)
+
+
 def test_uses_in_a_graph_of_the_caller_s_are_not_put_off() -> None:
     """Several tasks may go through it at once."""
     callers, own = linear(3, 3), linear(3, 3)
@@ -193,9 +252,9 @@ def test_hooks_draw_the_same_numbers_from_the_same_seed() -> None:
 
 
 class FreezesInBackward(nn.Module):
-    """Freezes another layer once gradients arrive."""
+    """Freezes another layer, or a weight, once gradients arrive."""
 
-    def __init__(self, other: nn.Module) -> None:
+    def __init__(self, other: Any) -> None:
         super().__init__()
         self.other = [other]
 
@@ -215,6 +274,15 @@ def test_a_weight_that_is_frozen_before_its_gradient_is_computed_gets_none() -> 
         x = torch.randn(6, 3, dtype=torch.float64)
         pipe.forward_backward(x, loss_fn=mean, schedule="zb-h1")
     assert frozen.weight.grad is None and layers[0].weight.grad is not None
+
+
+def test_a_bias_keeps_its_gradient_if_the_weight_beside_it_is_frozen() -> None:
+    partly = nn.Conv1d(3, 3, 1, dtype=torch.float64)  # whose bias is put off with the weight
+    layers = nn.Sequential(linear(3, 3), FreezesInBackward(partly.weight), partly, linear(3, 3))
+    with piped("Pipe", layers, chunks=1) as pipe:
+        x = torch.randn(6, 3, 3, dtype=torch.float64)
+        pipe.forward_backward(x, loss_fn=mean, schedule="zb-h1")
+    assert partly.weight.grad is None and partly.bias.grad is not None
 
 
 class Counts(nn.Module):
