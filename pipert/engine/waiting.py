@@ -23,19 +23,24 @@ from time import monotonic
 
 from pipert.engine.clock import Posting
 from pipert.engine.timeout import still_busy, timed_out
-from pipert.errors import PipeClosedError, PipelineTimeout, PipertError, WorkerDiedError
+from pipert.errors import (
+    PipeClosedError,
+    PipelineTimeout,
+    PipertError,
+    ReentrantCallError,
+    WorkerDiedError,
+)
 from pipert.stage.outcome import Outcome
 from pipert.stage.run import Run
 from pipert.status import WAITING, TaskStatus, WorkerStatistics
 from pipert.workers.pool import Pool, WorkerView
-from pipert.workers.worker import State, WorkerThread
+from pipert.workers.worker import CHECK, State, WorkerThread
 
 __all__: list[str] = []
 
 _log = logging.getLogger("pipert")
 
-_CHECK = 0.5  # s; how often a caller checks that all workers are alive
-_RECHECK = 0.02  # s; and, if one is not, whether the others are done with the run
+_RECHECK = 0.02  # s; and, if a worker is dead, whether the others are done with the run
 
 
 @dataclass(slots=True, eq=False)
@@ -91,7 +96,8 @@ class Waiting:
             self.post(posting)  # once, if it was posted before
             if self._wait(run, posting, threads, timeout):
                 return
-            error = self.timed_out("a call of the pipe was not over", timeout)
+            error: PipertError | None = _deadlock(threads)
+            error = error or self.timed_out("a call of the pipe was not over", timeout)
             self._give_up(run, posting)
         except BaseException:
             try:
@@ -107,21 +113,22 @@ class Waiting:
     def _wait(
         self, run: Run, posting: Posting, threads: list[WorkerThread], timeout: float | None
     ) -> bool:
-        """Wait until nothing of the run is queued or executing; ``False`` if time runs out (R6).
+        """Wait until nothing of the run is queued or executing; ``False`` if that cannot be waited
+        for: time runs out, or a worker waits for an import of this thread (R6).
 
         A worker that dies settles its tasks, except one that it was just taking or settling when
         something outside ended it. So every now and then the caller checks that all are alive. If
         one is not, and twice in a row nobody works on the run, the run is lost.
         """
         deadline = math.inf if timeout is None else monotonic() + timeout
-        interval, lost = _CHECK, 0
+        interval, lost = CHECK, 0
         while not run.outcome.wait(max(0.0, min(interval, deadline - monotonic()))):
-            if monotonic() >= deadline:
+            if monotonic() >= deadline or _deadlock(threads):
                 return False
             needed = threads[: self._clock] if posting.is_done else threads
             dead = [thread.name for thread in needed if not thread.is_alive()]
             if lost < 2 and (not dead or any(state.works for state in self._states_at(run))):
-                interval, lost = _CHECK, 0
+                interval, lost = CHECK, 0
                 continue
             interval, lost = _RECHECK, lost + 1
             if lost == 2:
@@ -185,6 +192,18 @@ class Waiting:
 
     def __repr__(self) -> str:
         return f"<Waiting for {self._pool!r}>"
+
+
+def _deadlock(threads: list[WorkerThread]) -> ReentrantCallError | None:
+    """Return the error of a call whose layer waits for an import of this thread, if one does."""
+    for thread in threads:
+        if name := thread.import_awaited():
+            return ReentrantCallError(
+                f"a layer on {thread.name} imports {name!r}, which the thread that calls the pipe "
+                "is importing: each would wait for the other. Call the pipe after that import, or "
+                "import what the layer needs before the call"
+            )
+    return None
 
 
 def _statistics(view: WorkerView) -> WorkerStatistics:

@@ -134,7 +134,8 @@ class Pool:
     def close(self, join: bool = True, timeout: float | None = None) -> list[int]:
         """Stop the threads, and join them unless called from a task of the pool (P2).
 
-        Waits for at most ``timeout`` seconds. Returns the workers still running after that.
+        Waits for at most ``timeout`` seconds. Returns the workers still running after that,
+        but for those that wait for an import of this thread: they end after it.
         """
         self.stop()
         if self._pid != os.getpid():
@@ -148,7 +149,7 @@ class Pool:
         for thread in threads:
             if thread.is_alive():  # a thread never started cannot be joined
                 thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
-        return [k for k, thread in enumerate(threads) if thread.is_alive()]
+        return [k for k, t in enumerate(threads) if t.is_alive() and not t.import_awaited()]
 
     def views(self) -> list[WorkerView]:
         """Return what each worker is doing. Thread-safe."""
