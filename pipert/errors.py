@@ -85,7 +85,10 @@ class WorkerBusyError(PipertError):
 
 
 class ReentrantCallError(PipertError):
-    """A layer called the pipe that runs it, so its worker would wait for itself for ever."""
+    """A call would wait for itself for ever.
+
+    A layer called the pipe that runs it, or imports a module that the calling thread is importing.
+    """
 
 
 class RecomputationError(PipertError):
@@ -115,6 +118,7 @@ class TransformError(PipertError):
 
     Also raised for a layer that differentiates in forward mode while another thread does, as torch
     has one level for the whole process. Use ``torch.func.jacrev`` or ``vjp``, or a lock around it.
+    And for ``torch.cond`` and its like, with gradients, where tasks run at the same time.
     """
 
 

@@ -35,6 +35,7 @@ from pipert.layers.effects import Effects
 from pipert.layers.parametrized import compute_cached
 from pipert.layers.random_numbers import paused
 from pipert.observe.notifier import Counters, Notifier
+from pipert.schedules.action import RECOMPUTE
 from pipert.schedules.plan import Plan, plan_call
 from pipert.skip import store
 from pipert.stage.assembly import Model
@@ -139,6 +140,7 @@ class Runtime:
         threads = self._threads()
         with self.counters.open(plan) as notifier:
             run = self._new_run(plan, notifier)
+            run.seed.is_concurrent = True
             posting = Posting(self.model.assemble(run, [x], None, None), self.pool.put)
             del x
             try:
@@ -212,7 +214,10 @@ class Runtime:
         context.set_variable(store.of_task, store.NEW)
         if on_cuda:
             self._streams.follow_the_caller(on_cuda)
-        return Run(plan, self.devices, context, self._streams, notifier, function)
+        run = Run(plan, self.devices, context, self._streams, notifier, function)
+        overlap = plan.m > 1 or RECOMPUTE in plan.occurring_kinds
+        run.seed.is_concurrent |= overlap and len(set(self.workers)) > 1
+        return run
 
     def _execute(
         self, run: Run, posting: Posting, threads: list[WorkerThread], timeout: float | None

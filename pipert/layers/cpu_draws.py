@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from pipert._torch import backward_id, identity
-from pipert.layers import forward_mode
+from pipert.layers import control_flow, forward_mode
 from pipert.layers.dispatch_keys import Key, is_traced, operations, stash, stashed
 
 __all__: list[str] = []
@@ -75,11 +75,17 @@ def _prepare_key() -> None:
     try:
         DRAWING.prepare()
         setattr(torch.random, "fork_rng", partial(_fork_rng, torch.random.fork_rng))  # noqa: B010
+        control_flow.refuse_where(_are_tasks_concurrent)
     except RuntimeError as error:
         warnings.warn(
             f"{error}. So tasks of layers that might draw random numbers wait for each other",
             stacklevel=2,
         )
+
+
+def _are_tasks_concurrent() -> bool:
+    task = current()
+    return task is not None and task.run.is_concurrent
 
 
 class _OfTask:
@@ -97,6 +103,7 @@ class _Apart:
 
     outer = None
     shared = ()
+    is_concurrent = False
 
     def __init__(self) -> None:
         self._generator = torch.Generator()

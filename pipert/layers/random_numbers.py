@@ -45,7 +45,7 @@ class RunSeed:
     If ``given`` was agreed on with other processes, it is the seed; the generator advances, too.
     """
 
-    __slots__ = ("_given", "_outer", "_states", "number", "used")
+    __slots__ = ("_given", "_outer", "_states", "is_concurrent", "number", "used")
 
     def __init__(self, given: int | None = None) -> None:
         self._outer: Draws | None = current()
@@ -54,6 +54,8 @@ class RunSeed:
         self._states: tuple[Tensor, Tensor] | None = None  # before and after the seed was drawn
         self.used = False
         """Whether any task has drawn."""
+        self.is_concurrent = self._outer is not None and self._outer.run.is_concurrent
+        """Whether several tasks may run at the same time."""
         if given is not None:
             self.draw()  # also where no layer draws: the generators of all processes move alike
 
