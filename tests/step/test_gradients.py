@@ -169,3 +169,31 @@ def test_inputs_have_gradients_of_their_own() -> None:
     assert x.grad is not None and y.grad is not None
     first, second = storages([x.grad, y.grad])
     assert first != second
+
+
+class Quantised(Tensor):
+    """A weight that, like those of quantised training, cannot make others of its kind."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.empty_like, torch.zeros_like):
+            raise NotImplementedError(func)
+        plain: Any = super().__torch_function__
+        return plain(func, types, args, kwargs)
+
+
+def test_weights_of_a_class_that_cannot_make_others_get_their_sums() -> None:
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for layer in layers:
+        layer.weight = nn.Parameter(torch.randn(4, 4).as_subclass(Quantised))
+    x = torch.randn(6, 4)
+    layers(x).sum().backward()
+    expected = [parameter.grad for parameter in layers.parameters()]
+    layers.zero_grad()
+    with Pipe(layers, [1, 1], devices=["cpu", "cpu"], chunks=3) as pipe:
+        pipe.forward_backward(x, loss_fn=lambda y, _: y.sum(), reduction="sum")
+    for parameter, gradient in zip(layers.parameters(), expected, strict=True):
+        assert parameter.grad is not None and gradient is not None
+        torch.testing.assert_close(
+            parameter.grad.as_subclass(Tensor), gradient.as_subclass(Tensor)
+        )
