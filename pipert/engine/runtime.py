@@ -34,6 +34,7 @@ from pipert.layers.batchnorm import DeferredStats
 from pipert.layers.effects import Effects
 from pipert.layers.parametrized import compute_cached
 from pipert.layers.random_numbers import paused
+from pipert.model.data_parallel import refuse_data_parallel
 from pipert.observe.notifier import Counters, Notifier
 from pipert.schedules.action import RECOMPUTE
 from pipert.schedules.plan import Plan, plan_call
@@ -71,6 +72,7 @@ class Runtime:
         self.devices = tuple(devices)
         self.workers = tuple(workers)
         self._streams = CopyStreams()
+        self._kinds = set[type]()  # the classes of layers that are known not to be data-parallel
         self._identity = object()
         self.counters = Counters()
         served = [devices[self.workers.index(w)] for w in range(len(set(self.workers)))]
@@ -206,6 +208,11 @@ class Runtime:
         return self.waiting.threads()
 
     def _new_run(self, plan: Plan, notifier: Notifier, function: Function = None) -> Run:
+        for partition in self.model.partitions:  # fully_shard changes the classes of modules
+            kinds = {*map(type, partition._modules.values())}
+            if not kinds <= self._kinds:
+                refuse_data_parallel(partition)
+                self._kinds |= kinds
         on_cuda = {device for device in self.devices if device.type == "cuda"}
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             on_cuda.update(devices_with_own_streams())  # arguments and targets may be anywhere

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from pipert import pipeline
+from pipert.pipes.pipelined import Pipelined
 from tests.pipes import pipe_of_layers
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -56,3 +58,24 @@ def test_a_layer_is_not_replaced_by_a_data_parallel_one() -> None:
         with pytest.raises(TypeError, match="is a DataParallel"):
             pipe[0] = wrapped("DataParallel")
         assert isinstance(pipe[0], nn.Linear)
+
+
+@pytest.mark.parametrize("kind", ["Pipe", "any model"])
+@pytest.mark.parametrize("has_run", [False, True])
+def test_layers_that_are_sharded_after_the_pipe_was_made_are_refused(
+    kind: str, has_run: bool
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    x = torch.ones(4, 4)
+    makes: dict[str, Callable[[], Pipelined]] = {
+        "Pipe": lambda: pipe_of_layers(*model),
+        "any model": lambda: pipeline(model, ["1"], devices=["cpu", "cpu"]),
+    }
+    with makes[kind]() as pipe:
+        if has_run:
+            pipe(x)
+        fully_shard(model[1], mesh=init_device_mesh("cpu", (1,)))
+        with pytest.raises(TypeError, match="layer '1' is a FSDPModule"):
+            pipe.forward_backward(x, loss_fn=lambda y, _: y.sum())
+        with pytest.raises(TypeError, match="layer '1' is a FSDPModule"):
+            pipe(x)
