@@ -15,6 +15,9 @@ the same moment. The rules:
 
 from __future__ import annotations
 
+import sys
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -26,8 +29,10 @@ from pipert.layers.modules import modules_of
 __all__: list[str] = []
 
 
-def refuse_compilation() -> None:
+def refuse_compilation(is_step: bool = False) -> None:
     """Refuse a call of a pipe that is traced, or made on a thread that torch.compile watches.
+
+    Refuse a step under compiled autograd, too: torch compiles one backward at a time.
 
     Raises:
         TransformError: the call is one of these.
@@ -45,6 +50,13 @@ def refuse_compilation() -> None:
             "and would leave its layers uncompiled. Compile each layer, then wrap: "
             "Pipe(nn.Sequential(*[torch.compile(layer) for layer in module]), ...). In a compiled "
             "function of yours, call torch.compiler.disable(pipe)"
+        )
+    compiled: Any = sys.modules.get("torch._dynamo.compiled_autograd")
+    if is_step and compiled is not None and getattr(compiled, "compiled_autograd_enabled", False):
+        raise TransformError(
+            "a step of a pipe was called under compiled autograd, which compiles one backward at a "
+            "time, while workers go backward at the same time. Leave it out, or call the pipe and "
+            "loss.backward()"
         )
 
 

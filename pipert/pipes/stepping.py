@@ -115,7 +115,7 @@ class Steps(Placed):
             RuntimeError: gradients are disabled, or the loss does not require any.
             Exception: as :meth:`forward`; also whatever a layer raises in the backward.
         """
-        refuse_compilation()
+        refuse_compilation(is_step=True)
         refuse_transforms()
         seconds = self._timeout if timeout is None else check_timeout(timeout)
         keywords = {

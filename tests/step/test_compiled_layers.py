@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo import compiled_autograd
 
-from pipert import Pipe
+from pipert import Pipe, TransformError
 from tests.contract.ways import Way, batch, grads_of, linear, mean, same, ways
 
 pytestmark = [
@@ -84,3 +85,15 @@ def test_a_compiled_layer_with_a_hook_on_its_parameter_is_refused() -> None:
     module[1].first.weight.register_hook(lambda grad: grad * 2)
     with pytest.raises(ValueError, match="layer '1' is compiled .* has a parameter with a hook"):
         step(module, Way("1f1b", "never"), batch(7))
+
+
+def test_a_step_under_compiled_autograd_is_refused() -> None:
+    module, x = nn.Sequential(linear(3, 3), linear(3, 3)), batch(4)
+    plain = copy.deepcopy(module)
+    mean(plain(x), None).backward()
+    with Pipe(module, [1, 1], devices=["cpu"] * 2, chunks=2) as pipe:
+        with compiled_autograd._enable(lambda graph: graph):
+            with pytest.raises(TransformError, match="compiled autograd.*loss.backward()"):
+                pipe.forward_backward(x, loss_fn=mean)
+            mean(pipe(x), None).backward()
+    same(grads_of(module), grads_of(plain))
