@@ -93,7 +93,8 @@ def find_blocks(
     if len(names) < n:
         raise ValueError(
             f"partitions must be at most {len(names)}, got {n}: the example calls so many modules "
-            f"at which the model can be cut, {names}; use fewer partitions, or pass cuts"
+            f"at which the model can be cut, {names}; use fewer partitions, or pass cuts, or call "
+            "eval() first if the model drops layers"
         )
     return layers_of(model, cuts), names
 

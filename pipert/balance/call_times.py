@@ -22,13 +22,11 @@ keys and values does. So there is no call to warm up: callers should ignore the 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from pipert._typing import Value
 from pipert.autograd.hooks import without_hooks
@@ -44,7 +42,7 @@ from pipert.balance.probe import (
 )
 from pipert.batch.microbatch import Arguments
 from pipert.batch.tensors import Carried
-from pipert.model.calls import intercepted, settled, unchanged
+from pipert.model.calls import Gathering, intercepted, settled, unchanged
 
 __all__: list[str] = []
 
@@ -98,7 +96,7 @@ def measure_calls(
             bytes that it saves and does not share with these.
         then: gets the model's output, and counts as its own code: a loss.
     """
-    gathering = _Gathering(device)
+    gathering = Gathering(device)
     elsewhere = any(t.device != device for t in (*model.parameters(), *model.buffers()))
     with (
         unchanged(model, device),
@@ -130,7 +128,7 @@ class _Calls(Generic[T]):
         layers: Mapping[str, nn.Module],
         begins: Collection[str],
         device: torch.device,
-        gathering: _Gathering,
+        gathering: Gathering,
         measure: Callable[[Probe], tuple[T, Carried]],
         own_code: Callable[[float, int], T],
         saved: list[Tensor],
@@ -185,29 +183,3 @@ class _Calls(Generic[T]):
         self.found[self._block].append(found)
         torch.clear_autocast_cache()  # it would keep the copy alive
         return cloned(settled(output.value, self._device))  # no leaves: may be changed in place
-
-
-class _Gathering(TorchFunctionMode):
-    """Brings the tensors of each operation to a device (rule 4)."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self._device = device
-        self._is_paused = False
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Leave the tensors of operations where they are."""
-        self._is_paused = True
-        yield
-        self._is_paused = False
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if not self._is_paused:
-            args, kwargs = pytree.tree_map_only(Tensor, self._bring, (args, kwargs or {}))
-        return func(*args, **kwargs or {})
-
-    def _bring(self, tensor: Tensor) -> Tensor:
-        return tensor if tensor.device == self._device else tensor.to(self._device)

@@ -8,6 +8,7 @@ need not be compiled again because of another hook.
 from __future__ import annotations
 
 import contextlib
+import random
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
@@ -15,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from pipert._torch import DispatchMode, storage_of
 from pipert._typing import Value
@@ -31,8 +34,9 @@ def order_of_calls(
 ) -> list[str]:
     """Return the names of those ``layers`` that the model calls, in the order of first calls.
 
-    Runs one forward without gradients, in the model's current mode and on its device. Parameters,
-    buffers and torch's random state are restored; what else the model keeps from a call stays.
+    Runs one forward without gradients, in the model's current mode, on the device of its first
+    parameter; what is elsewhere, as where a pipe has been, is brought there. Parameters, buffers
+    and the random state are restored; what else the model keeps from a call stays.
 
     Args:
         model: the model; the example moves to the device of its first parameter.
@@ -45,18 +49,45 @@ def order_of_calls(
     """
     check_initialised(model)
     first_calls = _FirstCalls(layers)
-    device = next((t.device for t in (*model.parameters(), *model.buffers())), None)
+    devices = [tensor.device for tensor in (*model.parameters(), *model.buffers())]
     args, kwargs = arguments_of(example)
-    if device is not None:
-        args, kwargs = settled(Arguments(args, kwargs), device)
+    if devices:
+        args, kwargs = settled(Arguments(args, kwargs), devices[0])
+    gathering = Gathering(devices[0]) if len({*devices}) > 1 else contextlib.nullcontext()
     keeping = _KeepingParameters(model)
     with intercepted(layers.values(), first_calls), unchanged(model), torch.no_grad():
         try:
-            with keeping:
+            with keeping, gathering:
                 model(*args, **kwargs)
         finally:
             keeping.restore()
     return list(first_calls.found)
+
+
+class Gathering(TorchFunctionMode):
+    """Brings the tensors of each operation to a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+        self._is_paused = False
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave the tensors of operations where they are."""
+        self._is_paused = True
+        yield
+        self._is_paused = False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not self._is_paused:
+            args, kwargs = pytree.tree_map_only(Tensor, self._bring, (args, kwargs or {}))
+        return func(*args, **kwargs or {})
+
+    def _bring(self, tensor: Tensor) -> Tensor:
+        return tensor if tensor.device == self._device else tensor.to(self._device)
 
 
 class _FirstCalls:
@@ -131,16 +162,19 @@ def intercepted(layers: Collection[nn.Module], interceptor: Interceptor) -> Iter
 
 @contextlib.contextmanager
 def unchanged(model: nn.Module, *devices: torch.device) -> Iterator[None]:
-    """Restore the model's buffers, and torch's random state on its devices and on ``devices``."""
+    """Restore the model's buffers, and the random state of Python and of torch, on its devices and
+    on ``devices``."""
     registries = [b for b in (m._buffers for m in modules_of(model)) if isinstance(b, dict)]
     before = [(buffers, dict(buffers)) for buffers in registries]
     copies = [(b, b.detach().clone()) for b in model.buffers() if not b.is_meta]
     used = {*devices, *(t.device for t in (*model.parameters(), *model.buffers()))}
     indices = [device.index for device in used if device.type == "cuda"]
+    state = random.getstate()  # a model may drop layers by it, in each call the same ones
     with torch.random.fork_rng(indices):
         try:
             yield
         finally:
+            random.setstate(state)
             for buffers, old in before:
                 buffers.clear()
                 buffers.update(old)

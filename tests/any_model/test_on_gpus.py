@@ -326,3 +326,44 @@ def test_a_pipe_that_draws_may_be_called_in_a_task_on_the_same_gpus(where: str) 
                 x, loss_fn=lambda y, _: (y - teach(y) if where == "loss" else y).square().mean()
             )
     assert loss.isfinite()
+
+
+class Reused(nn.Module):
+    """Uses what its first layer makes on every device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x).tanh()
+        for layer in self.layers:
+            x = layer(x + h).tanh() * h
+        return x
+
+
+REUSED_CUTS = [f"layers.{k}" for k in range(3)]
+FOUR = [f"cuda:{k}" for k in range(4)]
+
+
+@pytest.mark.parametrize("how", [{"cuts": ["layers.1"]}, {"cuts": REUSED_CUTS}, {"partitions": 2}])
+def test_an_example_may_run_where_an_earlier_pipe_has_spread_the_model(how: Any) -> None:
+    model, x = Reused(), torch.randn(4, 8)
+    plain = copy.deepcopy(model)
+    with pipert.pipeline(model, REUSED_CUTS, devices=FOUR, chunks=2, example=x) as pipe:
+        pipe(x)
+    devices = FOUR[: 1 + len(how.get("cuts", [0]))]
+    with pipert.pipeline(model, devices=devices, chunks=2, example=x, **how) as pipe:
+        torch.testing.assert_close(pipe(x).cpu(), plain(x))
+
+
+def test_a_tensor_that_several_gpus_use_gets_the_same_bits_in_each_step() -> None:
+    found = set()
+    for _ in range(4):
+        torch.manual_seed(0)
+        model, x = Reused(), torch.randn(8, 8)
+        with pipert.pipeline(model, REUSED_CUTS, devices=FOUR, chunks=4) as pipe:
+            pipe.forward_backward(x, loss_fn=lambda y, _: y.square().sum())
+        found.add(tuple(str(p.grad.tolist()) for p in model.parameters() if p.grad is not None))
+    assert len(found) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -373,3 +374,21 @@ def test_candidates_are_the_modules_in_the_plan_of_transformers(
     monkeypatch.setattr(by_calls, "block_times", measure)
     assert len(chosen(model, 2, example)) == 1
     assert {re.sub(r"\.\d+", "", name) for name in blocks} == set(model._pp_plan)
+
+
+class Dropping(Stack):
+    """Drops layers at random, as LayerDrop does, by Python's generator."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if random.random() < 0.5:
+                x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_model_that_drops_layers_drops_the_same_ones_in_each_forward(seed: int) -> None:
+    random.seed(seed)
+    before = random.getstate()
+    assert len(chosen(Dropping(takes(*[1] * 12)), 2)) == 1
+    assert random.getstate() == before
