@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -62,7 +63,7 @@ def test_a_layer_that_imports_what_its_caller_is_importing_is_refused(
 ) -> None:
     source = SERVICE.format(make=make, run=run, timeout=None)
     (tmp_path / "warmed_service.py").write_text(source)
-    service = importlib.import_module("warmed_service")
+    service: Any = importlib.import_module("warmed_service")
     message = str(service.error)
     assert type(service.error).__name__ == "ReentrantCallError"
     assert "'warmed_service'" in message and "after that import" in message
@@ -73,7 +74,7 @@ def test_a_layer_that_imports_what_its_caller_is_importing_is_refused(
 def test_afterwards_the_pipe_is_usable(tmp_path: Path) -> None:
     source = SERVICE.format(make=MAKES[0], run="pipe(x)", timeout=None)
     (tmp_path / "warmed_service.py").write_text(source)
-    service = importlib.import_module("warmed_service")
+    service: Any = importlib.import_module("warmed_service")
     service.error = None
     with service.pipe as pipe:
         until(lambda: pipe.statistics().workers[1].doing is None)  # the layer goes on

@@ -271,3 +271,29 @@ def test_what_is_kept_for_a_micro_batch_goes_with_it(way: str) -> None:
         take_step(pipe, Way(way, "always"), batch(4 * M), loss_fn=loss_fn)
         assert max(kept) <= {"1f1b": 6, "gpipe": 3 * M, "call": 3 * M}[way]
         assert not any(type(each) is FromForward for each in gc.get_objects())
+
+
+class Jagged(nn.Module):
+    """Computes on rows of two lengths, to which torch gives a size of their own in each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = linear(4, 4), linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        offsets = torch.tensor([0, 1, len(x)])
+        rows = torch.nested.nested_tensor_from_jagged(self.first(x), offsets)
+        y: Tensor = self.second(rows).values()
+        return y.clone()  # what follows works in place
+
+
+@ways
+@kinds
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_a_layer_with_jagged_tensors_is_right_if_it_is_exempt(kind: str, way: str) -> None:
+    layers, x = model(never_recompute(Jagged())), batch(2 * M)
+    plain = copy.deepcopy(layers)
+    expected = plain_step(plain, x)
+    with piped(kind, layers) as pipe:
+        same(take_step(pipe, Way(way, "always"), x), expected)
+    same(grads_of(layers), grads_of(plain))
