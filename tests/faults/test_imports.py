@@ -47,7 +47,7 @@ RUNS = {
 }
 
 makes = pytest.mark.parametrize("make", MAKES, ids=["Pipe", "any model"])
-pytestmark = pytest.mark.usefixtures("apart")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("apart")]  # it takes a look each 0.5 s
 
 
 @pytest.fixture

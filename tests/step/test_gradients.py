@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from pipert import Pipe, pipeline
 from pipert.stage.gradients import Gradients, delivery
@@ -197,3 +200,18 @@ def test_weights_of_a_class_that_cannot_make_others_get_their_sums() -> None:
         torch.testing.assert_close(
             parameter.grad.as_subclass(Tensor), gradient.as_subclass(Tensor)
         )
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_rank")
+def test_weights_that_are_dtensors_get_their_sums() -> None:
+    layers, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(6, 4)
+    layers(x).sum().backward()
+    expected = [parameter.grad for parameter in layers.parameters()]
+    for layer in layers:
+        parallelize_module(layer, init_device_mesh("cpu", (1,)), ColwiseParallel())
+    with Pipe(layers, [1, 1], devices=["cpu", "cpu"], chunks=3) as pipe:
+        pipe.forward_backward(x, loss_fn=lambda y, _: y.sum(), reduction="sum")
+    for parameter, gradient in zip(layers.parameters(), expected, strict=True):
+        assert isinstance(parameter.grad, DTensor)
+        torch.testing.assert_close(parameter.grad.full_tensor(), gradient)
