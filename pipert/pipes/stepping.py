@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from pipert.layers.compiling import refuse_compilation
 from pipert.model.placed import Placed
 from pipert.model.settings import check_timeout, refuse_keywords_of
 from pipert.schedules.plan import BOUNDED, Schedule, maker_of, plan, recomputed_in_each
+from pipert.stage.inner_backward import weights_beside
 from pipert.stage.loss import (
     LossFunction,
     StepFunction,
@@ -144,7 +146,9 @@ class Steps(Placed):
         chosen = self._checkpoint or ("never" if maker_of(schedule) in BOUNDED else "except_last")
         checkpointed = recomputed_in_each(chosen, m, n)
         planned = plan(schedule, m, n, self._runtime.workers, checkpointed)
-        run_step = Step(loss, return_outputs)
+        modules = self._entry_module(), loss_fn
+        beside = cache(partial(weights_beside, self._partitions, modules))
+        run_step = Step(loss, return_outputs, beside)
         deferred = self._deferred_batch_norm
         stats = DeferredStats(self._batch_norm_groups()) if deferred else None
         total = self._runtime.step(inputs, planned, run_step, stats, seconds, step)

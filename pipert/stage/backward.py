@@ -121,7 +121,8 @@ def gradients_of(
     assert stage.cut is not None
     inner: AbstractContextManager[object] = NOTHING
     if is_in_python(map(type, behind.nodes), _ENGINELESS):
-        inner = taking_gradients(stage.layers.parameters(), stage.cut.gradients)
+        weights = (*stage.layers.parameters(), *stage.cut.step.beside())
+        inner = taking_gradients(weights, stage.cut.gradients)
     try:
         with inner:
             return differentiate(ys, wanted, dys, retain_graph=bool(behind.others))

@@ -2,8 +2,9 @@
 
 Reversible layers and hand-written checkpoints call ``backward`` inside of their ``backward``, which
 adds to ``.grad`` at once: a step that fails later would leave parts of gradients there. So while
-``B[i,j]`` goes through functions written in Python, what arrives at the weights of the partition on
-this thread goes to the partition's sums instead, and is delivered with them. All of the backward
+``B[i,j]`` goes through functions written in Python, what arrives on this thread at the weights of
+the partition, of the model's own code or of the loss goes to the partition's sums instead, and is
+delivered with them. All of the backward
 runs on this thread meanwhile, on GPUs as well, so nobody else's gradients are taken.
 """
 
@@ -16,13 +17,20 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipert._torch import hooks_on_grad, tensor_hooks
 from pipert.autograd.leaves import accumulators
 from pipert.stage.gradients import Gradients
 
 __all__: list[str] = []
+
+
+def weights_beside(partitions: Iterable[nn.Module], modules: Iterable[Any]) -> list[Tensor]:
+    """Return the parameters of those ``modules`` that are modules, if no partition has them."""
+    weights = [p for module in modules if isinstance(module, nn.Module) for p in module.parameters()]
+    known = {p for partition in partitions for p in partition.parameters()}
+    return [weight for weight in dict.fromkeys(weights) if weight not in known]
 
 
 @contextlib.contextmanager

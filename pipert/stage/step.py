@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -32,6 +32,8 @@ class Step:
 
     loss: Loss
     keep_outputs: bool = False
+    beside: Callable[[], Iterable[Tensor]] = tuple
+    """Returns the weights that no partition has: of the model's own code, and of the loss."""
     losses: dict[int, Tensor] = field(default_factory=dict)
     """What each micro-batch adds to the loss of the mini-batch, or to its sum."""
     outputs: dict[int, Value] = field(default_factory=dict)
