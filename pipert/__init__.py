@@ -22,7 +22,7 @@ from pipert.errors import (
     WorkerDiedError,
 )
 from pipert.layers.never_recompute import never_recompute
-from pipert.layers.phase import is_checkpointing, is_recomputing
+from pipert.layers.phase import current_microbatch, is_checkpointing, is_recomputing
 from pipert.observe.event import Event
 from pipert.observe.observers import Observer, RunInfo, TaskInfo
 from pipert.pipe import Pipe
@@ -59,6 +59,7 @@ __all__ = [
     "WorkerDiedError",
     "WorkerStatistics",
     "__version__",
+    "current_microbatch",
     "is_checkpointing",
     "is_recomputing",
     "never_recompute",

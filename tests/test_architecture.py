@@ -65,6 +65,7 @@ PUBLIC = {
     "WorkerDiedError",
     "WorkerStatistics",
     "__version__",
+    "current_microbatch",
     "is_checkpointing",
     "is_recomputing",
     "never_recompute",

@@ -54,6 +54,7 @@ from pipert.any_model.hand_off import POLL, HandOff
 from pipert.batch.microbatch import Arguments
 from pipert.errors import PipeClosedError, PipertError, add_note
 from pipert.layers.intercepted import here
+from pipert.layers.phase import begin_microbatch, end_microbatch
 from pipert.queues.closable import Once
 from pipert.queues.latch import Latch
 from pipert.schedules.action import FORWARD, Action
@@ -155,6 +156,7 @@ class MicroBatchForward:
     def _run(self, stage: Stage) -> Value:
         x, self._x = self._x, None
         here.interceptor = self
+        begin_microbatch(self.i)
         try:
             return self._around.run(stage, self._forward, x)
         except BaseException as error:
@@ -164,6 +166,7 @@ class MicroBatchForward:
                 add_note(error, lambda: _COMPILED)
             raise
         finally:
+            end_microbatch()
             here.interceptor = None
 
     def _forward(self, x: Value) -> Value:

@@ -13,7 +13,7 @@ that never comes. When all ranks have finished the schedule, all raise.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -31,6 +31,7 @@ from pipert.distributed.rank_boundary import FAILED, Arrived, Parcel, pack
 from pipert.layers.batchnorm import PartitionStats
 from pipert.layers.call import Layers
 from pipert.layers.effects import Effects
+from pipert.layers.phase import microbatch
 from pipert.layers.place import Place
 from pipert.layers.random_numbers import RunSeed
 from pipert.observe.notifier import Notifier
@@ -230,10 +231,12 @@ class RankPartition:
             self.batch.notifier.failed(action, self.place.device, error)
         self.batch.fail(error, action)
 
-    def _observed(self, action: Action) -> AbstractContextManager[object]:
+    @contextmanager
+    def _observed(self, action: Action) -> Iterator[None]:
         """Compute ``action`` in the block, seen by recordings and observers."""
         self.batch.last = action
-        return self.batch.notifier.watched(action, self.place.device)
+        with microbatch(action.i), self.batch.notifier.watched(action, self.place.device):
+            yield
 
 
 # torch wraps each error of a backward in one that prints all of its inputs, which may be long.

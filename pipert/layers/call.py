@@ -22,7 +22,7 @@ from pipert.layers.compiled_backward import call_compiled
 from pipert.layers.compiling import is_compiled
 from pipert.layers.effects import Effect, Effects
 from pipert.layers.never_recompute import FromForward
-from pipert.layers.phase import checkpoint_here, is_recomputing, recompute_here
+from pipert.layers.phase import checkpoint_here, is_recomputing, microbatch, recompute_here
 from pipert.layers.place import Place, describe_layer
 from pipert.layers.random_numbers import Draws, RunSeed, drawing
 from pipert.layers.snapshot import Snapshot
@@ -198,7 +198,7 @@ class Layers:
                 if on_worker:  # as a task, under the caller's context already
                     y = self._compute_again(begin)
                 else:
-                    with context.on_any_thread():
+                    with context.on_any_thread(), microbatch(i):
                         y = context.variables.copy().run(self._compute_again, begin)
                 check(y)
                 del y  # before it is said that the recomputation has ended

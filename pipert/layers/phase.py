@@ -1,12 +1,15 @@
-"""Tells a layer whether it will be recomputed, and whether it is being recomputed."""
+"""Tells a layer which micro-batch it works on, and whether it is or will be recomputed."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from functools import partial
 
-__all__ = ["is_checkpointing", "is_recomputing"]
+from pipert._torch import get_stashed, is_stashed, stash, unstash
+
+__all__ = ["current_microbatch", "is_checkpointing", "is_recomputing"]
 
 # Set in the task's own copy of the caller's context variables, so there is nothing to reset.
 checkpoint_here: ContextVar[bool] = ContextVar("pipert_checkpointing", default=False)
@@ -27,6 +30,35 @@ def is_recomputing() -> bool:
     A layer with side effects, such as counting its calls, can skip them here.
     """
     return recompute_here.get()
+
+
+_MICROBATCH = "pipert_microbatch"
+
+
+def current_microbatch() -> int | None:
+    """Return the number *i* of the micro-batch that the current code works on, counted from 0.
+
+    In layers, in a model's own code, in ``loss_fn`` and in their hooks, during ``F[i,j]`` and
+    ``R[i,j]``, and in ``forward_backward`` during ``B[i,j]`` and ``W[i,j]``. ``None`` elsewhere,
+    such as in ``loss.backward()``, which is no task: it takes the last micro-batch first.
+    """
+    return get_stashed(_MICROBATCH) if is_stashed(_MICROBATCH) else None
+
+
+# In what torch's engine hands on to its threads, as context variables are not. They call C alone.
+begin_microbatch: Callable[[int], None] = partial(stash, _MICROBATCH)
+end_microbatch: Callable[[], None] = partial(unstash, _MICROBATCH)
+
+
+@contextlib.contextmanager
+def microbatch(i: int) -> Iterator[None]:
+    """Make ``i`` the current micro-batch in the block."""
+    before = current_microbatch()
+    begin_microbatch(i)
+    try:
+        yield
+    finally:
+        end_microbatch() if before is None else begin_microbatch(before)
 
 
 @contextlib.contextmanager

@@ -124,7 +124,8 @@ class Steps(Placed):
             "loss_fn": loss_fn, "target": target, "microbatches": microbatches, "step": step,
             "timeout": timeout,
         }  # fmt: skip
-        refuse_keywords_of(self._entry_module(), keywords, len(args))
+        entry = self._entry_module()
+        refuse_keywords_of(entry, keywords, len(args))
         if not self._partitions:
             raise ValueError("a pipe without layers has nothing to go backward through")
         last = self._devices[-1:]
@@ -146,8 +147,7 @@ class Steps(Placed):
         chosen = self._checkpoint or ("never" if maker_of(schedule) in BOUNDED else "except_last")
         checkpointed = recomputed_in_each(chosen, m, n)
         planned = plan(schedule, m, n, self._runtime.workers, checkpointed)
-        modules = self._entry_module(), loss_fn
-        beside = cache(partial(weights_beside, self._partitions, modules))
+        beside = cache(partial(weights_beside, self._partitions, (entry, loss_fn)))
         run_step = Step(loss, return_outputs, beside)
         deferred = self._deferred_batch_norm
         stats = DeferredStats(self._batch_norm_groups()) if deferred else None

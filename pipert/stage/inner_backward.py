@@ -14,6 +14,7 @@ import contextlib
 import threading
 from collections.abc import Iterable, Iterator
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -28,9 +29,9 @@ __all__: list[str] = []
 
 def weights_beside(partitions: Iterable[nn.Module], modules: Iterable[Any]) -> list[Tensor]:
     """Return the parameters of those ``modules`` that are modules, if no partition has them."""
-    weights = [p for module in modules if isinstance(module, nn.Module) for p in module.parameters()]
-    known = {p for partition in partitions for p in partition.parameters()}
-    return [weight for weight in dict.fromkeys(weights) if weight not in known]
+    known = {weight for partition in partitions for weight in partition.parameters()}
+    found = [each.parameters() for each in modules if isinstance(each, nn.Module)]
+    return [weight for weight in {*chain.from_iterable(found)} if weight not in known]
 
 
 @contextlib.contextmanager

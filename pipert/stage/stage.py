@@ -32,6 +32,7 @@ from pipert._typing import Value
 from pipert.batch.tensors import Carried, version
 from pipert.layers.batchnorm import PartitionStats
 from pipert.layers.call import Layers
+from pipert.layers.phase import begin_microbatch, end_microbatch
 from pipert.layers.place import Place
 from pipert.layers.tied import Weights
 from pipert.queues.closable import Once
@@ -210,11 +211,14 @@ class Task:
         stage, how = self._stage, self._how
         try:
             with how.context:
+                begin_microbatch(self._action.i)
                 try:
                     variables = stage.run.context.variables.copy()
                     result = variables.run(how.execute, stage, self._action.i, received)
                 except BaseException as error:  # noqa: B036  raised in the caller
                     result = self._fail(error)
+                finally:
+                    end_microbatch()
         except BaseException as error:  # noqa: B036
             # Parts of the context may still be in effect, so the worker must end (W4).
             self._fail(error)

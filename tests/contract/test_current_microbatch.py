@@ -1,0 +1,181 @@
+"""Tests that layers, hooks and loss functions can tell which micro-batch they work on.
+
+Micro-batch *i* has one row of ``i + 1``. Layers multiply by one, and the loss by ``i + 1``, so
+values and gradients say which micro-batch it is.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pipert
+from pipert import Pipe, current_microbatch, is_recomputing
+
+M = 4
+CPUS, GPUS = ["cpu"] * 2, ["cuda:0", "cuda:1"]
+cuda = [pytest.mark.cuda, pytest.mark.multi_gpu]
+kinds = pytest.mark.parametrize("kind", ["layers", "any model"])
+devices = pytest.mark.parametrize(
+    "devices", [CPUS, pytest.param(GPUS, marks=cuda)], ids=["CPU", "GPUs"]
+)
+
+
+class Seen:
+    """What code has seen: in which phase, the current micro-batch, the one that values tell."""
+
+    def __init__(self) -> None:
+        self.all: list[tuple[str, int | None, int]] = []
+
+    def note(self, phase: str, tensor: Tensor) -> None:
+        true = round(tensor.detach()[0, 0].item()) - 1
+        self.all.append((phase, current_microbatch(), true))
+
+
+class Product(nn.Module):
+    """Multiplies by a weight of ones; notes what its forward, and hooks in its backward, see."""
+
+    def __init__(self, seen: Seen) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(2))
+        self.seen = seen
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.note("R" if is_recomputing() else "F", x)
+        y: Any = x @ self.weight
+        if y.requires_grad:
+            y.register_hook(lambda dy: self.seen.note("B", dy))
+        return y  # type: ignore[no-any-return]
+
+
+class HookedProduct(Product):
+    """The same, with a backward hook of the module, too."""
+
+    def __init__(self, seen: Seen) -> None:
+        super().__init__(seen)
+        self.register_full_backward_hook(self.see)
+
+    def see(self, _: nn.Module, dx: Any, dy: Any) -> None:
+        self.seen.note("B", dy[0])
+
+
+class TransposedProduct(Product):
+    """The same, with a hook on the gradient of its transposed weight, which ``W`` computes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight: Any = self.weight.t()
+        if weight.requires_grad:
+            weight.register_hook(lambda dw: self.seen.note("W", dw.sqrt()))
+        return x @ weight  # type: ignore[no-any-return]
+
+
+def values() -> Tensor:
+    return torch.arange(1.0, M + 1).view(M, 1).repeat(1, 2).requires_grad_()
+
+
+def make(kind: str, devices: list[str], *layers: nn.Module, checkpoint: str = "never") -> Any:
+    module, options = nn.Sequential(*layers), dict[str, Any](chunks=M, checkpoint=checkpoint)
+    if kind == "layers":
+        return Pipe(module, [1, 1], devices=devices, **options)
+    return pipert.pipeline(module, cuts=["1"], devices=devices, **options)
+
+
+def loss_that_notes(seen: Seen) -> Callable[[Tensor, Tensor], Tensor]:
+    def loss_fn(y: Tensor, target: Tensor) -> Tensor:
+        seen.note("loss", y)
+        return (y * target).sum()
+
+    return loss_fn
+
+
+@devices
+@kinds
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
+def test_in_all_tasks_of_a_step(
+    kind: str, devices: list[str], checkpoint: str, schedule: str
+) -> None:
+    seen, x = Seen(), values()
+    with make(kind, devices, Product(seen), HookedProduct(seen), checkpoint=checkpoint) as pipe:
+        pipe.forward_backward(
+            x, target=x.detach(), loss_fn=loss_that_notes(seen), schedule=schedule, reduction="sum"
+        )
+    assert {phase for phase, *_ in seen.all} - {"R"} == {"F", "B", "loss"}
+    assert any(phase == "R" for phase, *_ in seen.all) == (checkpoint == "always")
+    assert [found for _, found, _ in seen.all] == [true for *_, true in seen.all]
+    assert {true for *_, true in seen.all} == set(range(M)) and current_microbatch() is None
+
+
+@devices
+@kinds
+def test_in_gradients_of_weights_that_were_put_off(kind: str, devices: list[str]) -> None:
+    seen, x = Seen(), values()
+    layers = TransposedProduct(seen), TransposedProduct(seen)
+    with make(kind, devices, *layers) as pipe:
+        pipe.forward_backward(
+            x, target=x.detach(), loss_fn=loss_that_notes(Seen()), schedule="zb-h1", reduction="sum"
+        )
+    assert sorted(seen.all) == [("W", i, i) for i in range(M) for _ in range(2)]
+
+
+@devices
+@kinds
+def test_in_the_forward_and_the_recomputations_of_a_call(kind: str, devices: list[str]) -> None:
+    seen, x = Seen(), values()
+    with make(kind, devices, Product(seen), HookedProduct(seen), checkpoint="always") as pipe:
+        y = pipe(x)
+        torch.autograd.backward((y * x.detach().to(y.device)).sum())
+    of_tasks = [(found, true) for phase, found, true in seen.all if phase != "B"]
+    assert len(of_tasks) == 4 * M and all(found == true for found, true in of_tasks)
+    assert {found for phase, found, _ in seen.all if phase == "B"} == {None}
+    assert current_microbatch() is None
+
+
+def test_after_a_failure_there_is_none() -> None:
+    class Fails(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise ValueError("bad row")
+
+    def look() -> None:
+        found.append(current_microbatch())
+
+    found = list[int | None]()
+    with make("layers", CPUS, nn.Identity(), Fails()) as pipe:
+        with pytest.raises(ValueError, match="bad row"):
+            pipe(values())
+    look()
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    assert found == [None, None]
+
+
+def test_a_pipe_inside_of_a_layer_counts_its_own() -> None:
+    seen: list[tuple[str, int | None]] = []
+
+    class Note(nn.Module):
+        def __init__(self, name: str) -> None:
+            super().__init__()
+            self.name = name
+
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append((self.name, current_microbatch()))
+            return x
+
+    class Outer(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            y = inner(x)
+            seen.append(("outer", current_microbatch()))
+            return y
+
+    inner = Pipe(nn.Sequential(Note("inner")), [1], devices=["cpu"], chunks=2)
+    with inner, Pipe(nn.Sequential(Outer()), [1], devices=["cpu"], chunks=2) as outer:
+        outer(torch.ones(4, 2))
+    assert seen == [(name, i) for k in (0, 1) for name, i in (
+        ("inner", 0), ("inner", 1), ("outer", k),
+    )]  # fmt: skip
