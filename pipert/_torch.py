@@ -255,7 +255,7 @@ DispatchKeySet: Any = _or(None, "torch._C:DispatchKeySet")
 Including: Any = _or(None, "torch._C:_IncludeDispatchKeyGuard")
 Excluding: Any = _or(None, "torch._C:_ExcludeDispatchKeyGuard")
 is_included: Callable[[Any], bool] = _or(None, "torch._C:_dispatch_tls_is_dispatch_key_included")
-schemas: Get = _or(None, "torch._C:_jit_get_all_schemas")
+schemas: Get = _or(lambda: None, "torch._C:_jit_get_all_schemas")
 higher_order_keys: Any = _or(None, "torch._ops:_HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS")
 higher_order: Any = _or(None, "torch._ops:_higher_order_ops")
 

@@ -42,7 +42,14 @@ from pipert.balance.probe import (
 )
 from pipert.batch.microbatch import Arguments
 from pipert.batch.tensors import Carried
-from pipert.model.calls import Gathering, intercepted, settled, unchanged
+from pipert.model.calls import (
+    Gathering,
+    KeepingParameters,
+    intercepted,
+    keeping_parameters,
+    settled,
+    unchanged,
+)
 
 __all__: list[str] = []
 
@@ -103,8 +110,9 @@ def measure_calls(
         torch.inference_mode(False),
         torch.enable_grad(),
         collecting_saved() as saved,
+        keeping_parameters(model) as keeping,
     ):
-        calls = _Calls(layers, begins, device, gathering, measure, own_code, saved)
+        calls = _Calls(layers, begins, device, gathering, keeping, measure, own_code, saved)
         with (
             intercepted(layers.values(), calls),
             gathering if elsewhere else contextlib.nullcontext(),
@@ -129,6 +137,7 @@ class _Calls(Generic[T]):
         begins: Collection[str],
         device: torch.device,
         gathering: Gathering,
+        keeping: KeepingParameters,
         measure: Callable[[Probe], tuple[T, Carried]],
         own_code: Callable[[float, int], T],
         saved: list[Tensor],
@@ -136,7 +145,7 @@ class _Calls(Generic[T]):
         self._names = {layer: name for name, layer in layers.items()}
         self._begins = begins
         self._device = device
-        self._gathering = gathering
+        self._gathering, self._keeping = gathering, keeping
         self._measure, self._own_code = measure, own_code
         self._block = _FIRST
         self._began = 0.0
@@ -169,7 +178,8 @@ class _Calls(Generic[T]):
             self._block = name
             self.found[name] = self.found.pop(_FIRST, [])
         try:
-            with self._gathering.paused(), without_hooks():  # those of a checkpoint around layers
+            # Without the hooks of a checkpoint around layers.
+            with self._gathering.paused(), self._keeping.paused(), without_hooks():
                 output = self._of_layer(module, Arguments(args, kwargs))
         except Exception as error:
             note_layer(error, name, module)

@@ -11,6 +11,7 @@ import contextlib
 import random
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from pipert._torch import DispatchMode, storage_of
+from pipert._torch import DispatchMode, dispatch_modes, schemas, storage_of
 from pipert._typing import Value
 from pipert.batch.microbatch import Arguments, arguments_of
 from pipert.batch.tensors import tensors_of
@@ -54,13 +55,9 @@ def order_of_calls(
     if devices:
         args, kwargs = settled(Arguments(args, kwargs), devices[0])
     gathering = Gathering(devices[0]) if len({*devices}) > 1 else contextlib.nullcontext()
-    keeping = _KeepingParameters(model)
     with intercepted(layers.values(), first_calls), unchanged(model), torch.no_grad():
-        try:
-            with keeping, gathering:
-                model(*args, **kwargs)
-        finally:
-            keeping.restore()
+        with keeping_parameters(model), gathering:
+            model(*args, **kwargs)
     return list(first_calls.found)
 
 
@@ -103,32 +100,81 @@ class _FirstCalls:
         return call(*args, **kwargs)
 
 
-class _KeepingParameters(DispatchMode):  # type: ignore[misc]
+@contextlib.contextmanager
+def keeping_parameters(model: nn.Module) -> Iterator[KeepingParameters]:
+    """Restore the parameters that are changed in the block."""
+    keeping = KeepingParameters(model)
+    try:
+        with keeping:
+            yield keeping
+    finally:
+        keeping.restore()
+
+
+class KeepingParameters(DispatchMode):  # type: ignore[misc]
     """Copies parameters before an operation changes them, such as the codebook of a quantiser."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self._left = defaultdict[int, list[nn.Parameter]](list)  # by the storage
+        self._before: list[tuple[nn.Parameter, Tensor]] = []  # each with its memory
         for parameter in model.parameters():
-            if parameter.layout == torch.strided and not parameter.is_meta:
+            if _has_memory(parameter):
                 self._left[storage_of(parameter)].append(parameter)
+                self._before.append((parameter, parameter.detach()))
         self._copies: list[tuple[nn.Parameter, Tensor]] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func.name().partition(".")[0].endswith("_") or "out" in kwargs:
-            for tensor in tensors_of((args, kwargs))[0]:
-                strided = tensor.layout == torch.strided and not tensor.is_meta
-                for changed in self._left.pop(storage_of(tensor), ()) if strided else ():
-                    self._copies.append((changed, changed.detach().clone()))
+        schema = _schemas().get(func.name())
+        if schema is None:
+            self._keep((args, kwargs))
+        elif schema.is_mutable:
+            given = dict(enumerate(args)) | kwargs
+            writes = [(k, x.name) for k, x in enumerate(schema.arguments) if _is_written(x)]
+            self._keep([given.get(k, given.get(name)) for k, name in writes])
         return func(*args, **kwargs)
 
+    def _keep(self, value: Value) -> None:
+        for tensor in filter(_has_memory, tensors_of(value)[0]):
+            for changed in self._left.pop(storage_of(tensor), ()):
+                self._copies.append((changed, changed.detach().clone()))
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Look at no operation in the block, unless another mode has begun inside of this one."""
+        is_on_top = dispatch_modes()[-1:] == [self]
+        if is_on_top:
+            self.__exit__(None, None, None)
+        try:
+            yield
+        finally:
+            if is_on_top:
+                self.__enter__()
+
     def restore(self) -> None:
-        """Restore the parameters that were changed."""
+        """Restore the parameters that were changed, or got other memory by ``.data = ``."""
+        for parameter, before in self._before:
+            if storage_of(parameter) != storage_of(before):
+                parameter.data = before
         for parameter, copy in self._copies:
             parameter.data.copy_(copy)
+
+
+@cache
+def _schemas() -> dict[str, Any]:
+    """Return the schemas by name. Of operations that are defined later, all may be written."""
+    return {f"{one.name}.{one.overload_name}".rstrip("."): one for one in schemas() or ()}
+
+
+def _is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and not tensor.is_meta
 
 
 def settled(value: Value, device: torch.device) -> Value:

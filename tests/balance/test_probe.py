@@ -14,12 +14,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import weight_norm
 
 from pipert.balance import Arguments, balance_by_size, balance_by_time, layer_sizes, layer_times
+from pipert.planning.layer_costs import layer_costs
 from pipert.skip import pop, skippable, stash
 from tests.layers import Apply
 
 MEASURES: dict[str, Callable[[nn.Sequential, Any], Any]] = {
     "times": lambda module, sample: layer_times(module, sample, timeout=0),
     "sizes": lambda module, sample: layer_sizes(module, sample),
+    "costs": lambda module, sample: layer_costs(module, sample, None),
 }
 
 measured = pytest.mark.parametrize("measure", MEASURES.values(), ids=MEASURES)
@@ -48,6 +50,14 @@ def test_measuring_leaves_parameters_buffers_and_gradients_unchanged(measure: An
         assert found is old
     for values, found in zip(before, [*now, *now_grads], strict=True):
         assert found is not None and torch.equal(found, values)
+
+
+@measured
+def test_measuring_leaves_a_table_that_its_lookups_change_unchanged(measure: Any) -> None:
+    module = nn.Sequential(nn.Embedding(4, 3, max_norm=0.1), nn.Linear(3, 2))
+    before = [parameter.clone() for parameter in module.parameters()]
+    measure(module, torch.arange(4))
+    assert all(map(torch.equal, module.parameters(), before))
 
 
 @measured
