@@ -25,7 +25,7 @@ from pipert.any_model.map_tensors import map_tensors
 from pipert.any_model.microbatch_graph import MicroBatchGraph
 from pipert.any_model.model_layers import ModelLayer, ModelLayers
 from pipert.any_model.parameter_copies import ParameterCopies
-from pipert.any_model.shared_state import Inspection
+from pipert.any_model.shared_state import Inspection, SharedState
 from pipert.any_model.tensor_copies import TensorCopies
 from pipert.autograd.order import begin_numbers
 from pipert.layers.batchnorm import PartitionStats
@@ -52,8 +52,7 @@ class ModelRun:
     step: Step | None
     stats: PartitionStats | None
     """The deferred statistics of the whole model, if any. One worker notes each layer's."""
-    inspection: Inspection | None
-    """Compares what micro-batches set on modules, in some of the runs."""
+    shared_state: SharedState
     draws: bool = False
     """Whether any layer might draw random numbers; in which partition it will is unknown."""
     graphs: dict[int, MicroBatchGraph] = field(default_factory=dict)
@@ -63,6 +62,8 @@ class ModelRun:
     copies_tensors: bool = field(init=False)
     """Whether tensors may have to be copied to a device, at least the arguments."""
     parameters: ParameterCopies = field(init=False)
+    inspection: Inspection | None = None
+    """Compares what micro-batches set on modules, in some of the runs."""
     first_node: int = field(init=False)
     """Nodes with lower numbers are the caller's, or turns of micro-batches (``autograd.order``)."""
 
@@ -76,6 +77,7 @@ class ModelRun:
     def clear(self) -> None:
         """Forget all micro-batches."""
         self.inspection = None
+        self.shared_state.end_run(self.run.number)
         self.graphs.clear()
         self.checkpointed.clear()
 
@@ -167,8 +169,8 @@ class AroundLayers:
             self._copies.begin(stage)
         if self._recording is not None:
             self._recording.begin(stage)
-        if shared.inspection is not None and self._i == 0 and not place.is_last:
-            shared.inspection.begin(place.j)
+        if shared.inspection is not None:
+            shared.inspection.begin(self._i, place)
 
     def end(self) -> None:
         """End the partition, which is about to be handed back."""
@@ -188,7 +190,11 @@ class AroundLayers:
     def _end_boundary(self, intercept: Intercept) -> None:
         if self._graph is not None:
             self._graph.end()
-        intercept.boundary.end(0 if self._graph is None else self._graph.current.first)
+        boundary = intercept.boundary
+        boundary.end(0 if self._graph is None else self._graph.current.first)
+        if self._model_run.parameters.is_needed:  # paused: no copies are taken
+            changed = [one.original for one in boundary.changed.values()]
+            self._model_run.parameters.refuse_changes(changed)
         if self._copies is not None:
             self._copies.end(self._checkpointed)
 
@@ -206,6 +212,8 @@ class AroundLayers:
     def _call(self, layer: ModelLayer, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         shared, stage = self._model_run, self._stage
         self._called += 1
+        if shared.inspection is not None:
+            shared.inspection.note_call(layer.module, stage.place.j)
         if shared.copies_tensors:
             shared.layers.move_on_first_call(layer, stage)
         if shared.parameters.is_needed:

@@ -95,9 +95,10 @@ class BoundaryTensors:
         """Refuse an earlier tensor whose memory was changed under another name (rule 3)."""
         if not (self._current or self._changes):
             return
-        memory = _memory(tensor)
+        memory = memory_of(tensor)
         if sequence_nr(tensor.grad_fn) < self._changes.get(memory, 0) or any(
-            one.has_changed() and _memory(one.original) == memory for one in self._current.values()
+            one.has_changed() and memory_of(one.original) == memory
+            for one in self._current.values()
         ):
             raise _another_name()
 
@@ -122,7 +123,7 @@ class BoundaryTensors:
                 if tensor_hooks(one.tensor) or one.tensor.retains_grad:
                     raise RuntimeError(_HOOKED)
             if one.has_changed():
-                self._changes[_memory(one.original)] = start
+                self._changes[memory_of(one.original)] = start
                 if is_tracked or one.first_node is None or not self._cuts:
                     self.changed[key] = one
         self._current.clear()
@@ -143,7 +144,8 @@ class BoundaryTensors:
                     )
 
 
-def _memory(tensor: Tensor) -> int:
+def memory_of(tensor: Tensor) -> int:
+    """Return a number that tensors with the same memory have in common."""
     if tensor.layout != torch.strided:
         return id(tensor)
     return storage_of(tensor)

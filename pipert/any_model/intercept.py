@@ -29,6 +29,7 @@ from pipert._typing import Value
 from pipert.any_model.boundary_tensors import BoundaryTensors
 from pipert.any_model.map_tensors import map_tensors
 from pipert.any_model.microbatch_graph import MicroBatchGraph
+from pipert.any_model.parameter_copies import CHANGED
 from pipert.any_model.tensor_copies import TensorCopies
 from pipert.batch.tensors import describe, tensors_of
 from pipert.workers.context import is_transformed
@@ -51,6 +52,8 @@ _METADATA = frozenset(
 
 _GRADIENT_REQUESTS = frozenset({torch.autograd.grad, torch.autograd.backward, Tensor.backward})
 """Functions that run a backward at once."""
+
+_DATA, _SET_DATA = Tensor.data.__get__, Tensor.data.__set__  # type: ignore[attr-defined]
 
 _HOOKS = frozenset({Tensor.register_hook, Tensor.retain_grad})
 """Functions that ask for the gradient of a tensor, when there is one."""
@@ -140,6 +143,10 @@ class Intercept(TorchFunctionMode):
             args = (self.boundary.with_whole_gradient(args[0]), *args[1:])
         elif func in _GRADIENT_REQUESTS:
             args, kwargs = self._to_go_back(*args, **kwargs)
+        elif func == _SET_DATA and self.bring(args[0]) is not args[0]:
+            raise RuntimeError(CHANGED)
+        elif func == _DATA and args[0].is_leaf and id(args[0]) not in self.boundary.changed:
+            pass  # what is changed through it is brought by itself
         else:
             args, kwargs = self.bring_all(args, kwargs)
         result = func(*args, **kwargs)

@@ -53,10 +53,8 @@ class AnyModel:
     ) -> list[Stage]:
         self._refuse_changes()
         self.layers.refuse_moved(run.devices)
-        several = run.plan.m > 1 and run.plan.n > 1
-        inspection = self._shared.begin_run() if several else None
         whole = None if stats is None else stats.partitions[0]
-        model_run = ModelRun(run, self.module, self.layers, step, whole, inspection)
+        model_run = ModelRun(run, self.module, self.layers, step, whole, self._shared)
         actions = ModelActions(model_run, self.threads)
         stages = assemble(run, self._model, inputs, step, None, actions.table())
         for stage in stages:
@@ -66,6 +64,9 @@ class AnyModel:
                 stage.ends.in_turn = stage.ends.forks_last = True
         model_run.draws = any(stage.layers.draws for stage in stages)
         run.seed.draw()  # the model's own code may draw
+        several = run.plan.m > 1 and run.plan.n > 1
+        has_graph = run.context.grad_enabled
+        model_run.inspection = self._shared.begin_run(run.number, several, has_graph)
         run.at_end = actions.finish
         return stages
 

@@ -2,7 +2,8 @@
 
 As with tied weights (``layers.tied``), each is copied once per run and partition; in a call, inside
 the graph. The torch functions that a layer calls get the copy in its place. A layer that changes
-one in place is refused, so a buffer that layers on several devices share is never written.
+one in place is refused, so a buffer that layers on several devices share is never written. So is a
+model's own code that changes a copy.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from pipert._torch import tensor_hooks
+from pipert.any_model.boundary_tensors import memory_of
 from pipert.batch.tensors import version
 from pipert.layers.buffers import original_of
 from pipert.layers.compiling import is_compiled
@@ -38,9 +40,10 @@ class ParameterCopies:
     def __init__(
         self, module: nn.Module, is_step: bool, moves: bool, buffers: Collection[int]
     ) -> None:
+        self._module = module
         self._is_step = is_step
         self._buffers = buffers if moves else ()
-        self._copies: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self._copies: dict[tuple[int, int], tuple[Tensor, Tensor, int]] = {}
         self._substitutes: dict[tuple[Any, ...], Substitute | None] = {}
         weights = _weights_of(module) if is_step or moves else []
         self.is_needed = moves or any(map(tensor_hooks, weights))
@@ -71,8 +74,21 @@ class ParameterCopies:
             if is_transformed():
                 raise RuntimeError(_TRANSFORMED)
             (copy,) = stage.ends.borrow(i, (weight,))
-            self._copies[key] = weight, copy
+            self._copies[key] = weight, copy, version(copy)
         return self._copies[key][1]
+
+    def refuse_changes(self, changed: Collection[Tensor]) -> None:
+        """Refuse changes of copies: of those here, or of a ``changed`` tensor's on another device.
+
+        Raises:
+            RuntimeError: the model's parameters or buffers would not get a change.
+        """
+        is_lost = any([version(copy) != before for _, copy, before in [*self._copies.values()]])
+        if changed and not is_lost:
+            own = {*map(memory_of, (*self._module.parameters(), *self._module.buffers()))}
+            is_lost = not own.isdisjoint(map(memory_of, changed))
+        if is_lost:
+            raise RuntimeError(CHANGED)
 
     def wrap(
         self, stage: Stage, i: int, layers: Sequence[nn.Module], call: Callable[..., Any]
@@ -113,6 +129,11 @@ def _weights_of(module: nn.Module) -> list[nn.Parameter]:
     return [weight for table in tables for weight in table if weight is not None]
 
 
+CHANGED = (
+    "a model's own code changes a parameter or buffer in place that lives on the device of another "
+    "partition, or has a hook: it would change a copy, and be lost. Change it in a layer, or once "
+    "per mini-batch, outside of forward, such as after optimizer.step()"
+)
 _TRANSFORMED = (
     "a transform of torch.func in a model's own code uses a parameter that lives on another device "
     "or has a hook, and cannot be given a copy in its place; use it before the transform as well"

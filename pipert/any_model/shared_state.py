@@ -6,8 +6,12 @@ Reads of attributes cannot be observed. So the first micro-batch shows what is s
 cut, the others compare it with what they find at their cuts, and at the end of the run a warning
 names what differed.
 
-In-place changes of tensors are not detected, nor are changes inside objects other than lists,
-tuples, dicts and sets, or inside those with more than a thousand items.
+In-place changes of parameters and buffers are told by versions. Those of layers that another
+partition calls are refused: nobody else is in these layers while the first micro-batch is on its
+way to them, or the last one has left them, unless another run of the pipe is under way.
+
+Other changes of tensors in place are not detected, nor are those by way of ``.data``, those inside
+objects other than lists, tuples, dicts and sets, or inside those with more than a thousand items.
 """
 
 from __future__ import annotations
@@ -22,8 +26,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
-from pipert._torch import forward_pre_hooks
+from pipert._torch import WithoutFunctions, forward_pre_hooks
+from pipert.any_model.boundary_tensors import memory_of
+from pipert.batch.tensors import version
 from pipert.errors import SharedStateWarning
 from pipert.layers.buffers import original_of
 from pipert.layers.modules import modules_of
@@ -57,11 +64,27 @@ class SharedState:
         self.homes = {part: j for j, inside in enumerate(layers) for part in modules_of(inside)}
         self.warned: set[_Key] = set()
         self._runs = 0
+        self._under_way: set[int] = set()
+        self._latest = 0
 
-    def begin_run(self) -> Inspection | None:
-        """Return an inspection of the run that begins, if it is to have one."""
-        self._runs += 1
-        return Inspection(self) if self._runs & (self._runs - 1) == 0 else None
+    def begin_run(self, number: int, several: bool, has_graph: bool) -> Inspection | None:
+        """Return an inspection of the run that begins, if it is to have one.
+
+        It has only if ``several`` micro-batches and partitions are at work at once.
+        """
+        self._under_way.add(number)
+        self._latest = number
+        self._runs += several
+        is_due = several and self._runs & (self._runs - 1) == 0
+        return Inspection(self, number, has_graph) if is_due else None
+
+    def end_run(self, number: int) -> None:
+        """Note that a run is over."""
+        self._under_way.discard(number)
+
+    def has_only(self, number: int) -> bool:
+        """Whether a run is the only one under way, and has been since it began."""
+        return self._under_way == {number} and self._latest == number
 
     def warn(self, found: list[_Key]) -> None:
         """Warn about ``found``, once."""
@@ -70,40 +93,81 @@ class SharedState:
         self._runs = 1
         self.warned.update(found)
 
-    def _message(self, found: list[_Key]) -> str:
+    def refuse(self, found: list[_Key]) -> None:
+        """Raise an error about tensors that are changed by one partition and used by another."""
+        self._runs = 0
+        raise RuntimeError(
+            f"forward changes {self._names(found)} in one partition, and another one computes with "
+            "it, for another micro-batch at the same time: values would depend on timing, and "
+            "change for each micro-batch. Change it once per mini-batch, outside of forward, such "
+            "as after optimizer.step()"
+        )
+
+    def _names(self, found: list[_Key]) -> str:
+        """Return the names of attributes."""
         paths = {module: path for path, module in self.module.named_modules()}
         names = [f"{paths.get(module, '?')}.{name}".lstrip(".") for module, name in found]
         more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+        return f"{', '.join(map(repr, names[:_MAX_NAMES]))}{more}"
+
+    def _message(self, found: list[_Key]) -> str:
         return (
-            f"forward sets {', '.join(map(repr, names[:_MAX_NAMES]))}{more} of the model before a "
-            "cut, and the next micro-batch sets it again when the first is past that cut. Code "
-            "there may read another micro-batch's value. Keep it in a local variable, return it "
-            "from the layer, or hold it in a ContextVar. If nothing behind the cut reads it, "
-            "ignore pipert.SharedStateWarning with warnings.filterwarnings"
+            f"forward sets {self._names(found)} of the model before a cut, and the next "
+            "micro-batch sets it again when the first is past that cut. Code there may read "
+            "another micro-batch's value. Keep it in a local variable, return it from the layer, "
+            "or hold it in a ContextVar. If nothing behind the cut reads it, ignore "
+            "pipert.SharedStateWarning with warnings.filterwarnings"
         )
 
 
 class Inspection:
     """Compares what the micro-batches of one run set on modules. Used by the run's threads."""
 
-    def __init__(self, shared: SharedState) -> None:
+    def __init__(self, shared: SharedState, number: int, has_graph: bool) -> None:
         self._shared = shared
+        self._number = number
+        self._refuses = has_graph and shared.has_only(number)
+        self._called: dict[nn.Module, int] = {}  # in layers, each with the last partition
+        self._marks: dict[int, dict[_Key, Any]] = {}  # when a micro-batch began its partition
+        self._changed: dict[_Key, Any] = {}  # tensors, with their marks
         self._before: dict[_Key, Any] = {}
         self._set: dict[_Key, Any] = {}  # by the first micro-batch, with fingerprints
         self._set_again: dict[_Key, None] = {}  # by other micro-batches
 
-    def begin(self, j: int) -> None:
-        """Note the state before the first micro-batch runs partition ``j``, which ends at a cut."""
-        self._before = self._state(j)
+    def begin(self, i: int, place: Place) -> None:
+        """Note the state before the first micro-batch or the last one runs a partition."""
+        if i in (0, place.m - 1):
+            self._marks[i] = _marks(self._shared.module)
+        if i == 0 and not place.is_last:
+            self._before = self._state(place.j)
+
+    def note_call(self, layer: nn.Module, j: int) -> None:
+        """Note that partition ``j`` is about to call ``layer``."""
+        for module in modules_of(layer):
+            self._called[module] = max(j, self._called.get(module, j))
 
     def end(self, i: int, place: Place) -> None:
         """Note what is set when a micro-batch arrives at a cut or its end."""
+        if i == 0 and not place.is_last or i == place.m - 1 and place.j > 0:
+            self._note_changed_tensors(i, place.j)
         if i > 0:
             self._compare()
             if place.is_last and i == place.m - 1:
                 self._warn()
         elif not place.is_last:
             self._note_changes(place.j)
+
+    def _note_changed_tensors(self, i: int, j: int) -> None:
+        """Note changed tensors of modules that partition ``j`` has not called.
+
+        Later partitions may call those that the first micro-batch finds changed.
+        """
+        before = self._marks.pop(i)
+        for key, now in _marks(self._shared.module).items():
+            if before.get(key, now) != now:
+                called = self._called.get(key[0], -1)
+                if called < 0 if i == 0 else 0 <= called < j:
+                    self._changed.setdefault(key, now)
 
     def _note_changes(self, j: int) -> None:
         before, self._before = self._before, {}
@@ -123,7 +187,17 @@ class Inspection:
 
         Warns:
             SharedStateWarning: once for each attribute. Where warnings are errors, in each run.
+
+        Raises:
+            RuntimeError: tensors of layers that another partition calls have been changed.
         """
+        in_layers = [key for key in self._changed if key[0] in self._called]
+        if in_layers and self._refuses and self._shared.has_only(self._number):
+            self._shared.refuse(in_layers)
+        now = _marks(self._shared.module)
+        for key, first in self._changed.items():
+            if key[0] not in self._called and now.get(key) != first:
+                self._set_again[key] = None
         warned = self._shared.warned
         found = [k for k in self._set_again if k not in warned and not _is_made_for_use(*k)]
         if found:
@@ -141,6 +215,18 @@ class Inspection:
             for module in modules_of(self._shared.module)
             if homes.get(module, j) >= j
             for name, value in _attributes(module)
+        }
+
+
+def _marks(model: nn.Module) -> dict[_Key, Any]:
+    """Return the version and the memory of each parameter and buffer."""
+    with WithoutFunctions():  # which would take copies
+        return {
+            (module, name): (version(tensor), memory_of(tensor))
+            for module in modules_of(model)
+            for registry in (module._parameters, module._buffers)
+            for name, found in _items(registry)
+            if (tensor := original_of(found)) is not None and not is_lazy(tensor)
         }
 
 

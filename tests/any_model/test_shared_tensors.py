@@ -1,0 +1,224 @@
+"""Tests what happens to parameters and buffers that one partition changes and another one uses."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+import pipert
+from pipert import SharedStateWarning
+
+CPUS, GPUS = ["cpu"] * 2, ["cuda:0", "cuda:1"]
+cuda = [pytest.mark.cuda, pytest.mark.multi_gpu]
+
+
+def in_place(old: Tensor, new: Tensor) -> None:
+    with torch.no_grad():
+        old.mul_(0.9).add_(new.to(old.device), alpha=0.1)
+
+
+def other_memory(old: Tensor, new: Tensor) -> None:
+    old.data = old.data * 0.9 + new.data.to(old.device) * 0.1
+
+
+def by_data(old: Tensor, new: Tensor) -> None:
+    old.data.mul_(0.9).add_(new.data.to(old.device), alpha=0.1)
+
+
+class TwoEncoders(nn.Module):
+    """Its own code lets the weights of one encoder follow those of the other."""
+
+    def __init__(self, change: Callable[[Tensor, Tensor], None]) -> None:
+        super().__init__()
+        self.query, self.key = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.key.requires_grad_(False)
+        self.last = nn.Linear(4, 4)
+        self.change = change
+
+    def follow(self) -> None:
+        for new, old in zip(self.query.parameters(), self.key.parameters(), strict=True):
+            self.change(old, new)
+
+
+class Before(TwoEncoders):
+    def forward(self, x: Tensor) -> Any:
+        query = self.query(x)
+        self.follow()  # in partition 0, which the key's encoder is not in
+        return self.last(query * self.key(x))
+
+
+class After(TwoEncoders):
+    def forward(self, x: Tensor) -> Any:
+        key = self.key(x)
+        query = self.query(x)
+        self.follow()  # in partition 1, when micro-batches are in partition 0 again
+        return self.last(query * key)
+
+
+MODELS = pytest.mark.parametrize("kind, cut", [(Before, "key"), (After, "query")])
+REFUSED = r"'key\.weight', 'key\.bias' in one partition"
+
+
+def piped(model: nn.Module, cut: str, devices: list[str] = CPUS, chunks: int = 4) -> Any:
+    return pipert.pipeline(model, cuts=[cut], devices=devices, chunks=chunks)
+
+
+def step(pipe: Any) -> None:
+    x = torch.rand(8, 4)
+    pipe.forward_backward(x, target=x, loss_fn=mse_loss)
+
+
+@MODELS
+@pytest.mark.parametrize("change", [in_place, other_memory])
+def test_weights_of_another_partition_s_layer_are_refused(
+    kind: type[TwoEncoders], cut: str, change: Any
+) -> None:
+    with piped(kind(change), cut) as pipe:
+        for _ in range(3):
+            with pytest.raises(RuntimeError, match=REFUSED):
+                step(pipe)
+        with pytest.raises(RuntimeError, match=REFUSED):
+            pipe(torch.rand(8, 4))
+        assert all(p.grad is None for p in pipe.parameters())
+
+
+@MODELS
+@pytest.mark.parametrize("change", [in_place, other_memory, by_data])
+@pytest.mark.parametrize("devices", [pytest.param(GPUS, marks=cuda)])
+def test_changes_that_a_copy_would_get_are_refused(
+    kind: type[TwoEncoders], cut: str, change: Any, devices: list[str]
+) -> None:
+    with piped(kind(change), cut, devices) as pipe:
+        for run in (step, lambda pipe: pipe(torch.rand(8, 4))):
+            with pytest.raises(RuntimeError, match="it would change a copy, and be lost"):
+                run(pipe)
+
+
+def test_one_micro_batch_one_partition_and_evaluation_are_not_refused() -> None:
+    with piped(Before(in_place), "key", chunks=1) as pipe:
+        step(pipe)
+    with pipert.pipeline(Before(in_place), cuts=[], devices=["cpu"], chunks=4) as pipe:
+        step(pipe)
+    with piped(Before(in_place), "last") as pipe:  # both encoders are in partition 0
+        step(pipe)
+    with piped(Before(in_place), "key") as pipe, torch.no_grad():
+        pipe(torch.rand(8, 4))
+
+
+class Counting(nn.Module):
+    """A layer that changes a parameter and buffers of its own."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("calls", torch.zeros(()))
+        self.codebook = nn.Parameter(torch.zeros(4), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Any:
+        self.calls.add_(1)
+        with torch.no_grad():
+            self.codebook.lerp_(x.mean(0), 0.1)
+        return self.norm(x)
+
+
+class Countings(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = Counting(), Counting(), Counting()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.c(self.b(self.a(x * 2)))
+
+
+@pytest.mark.parametrize("devices", [CPUS, pytest.param(GPUS, marks=cuda)], ids=["CPU", "GPUs"])
+def test_what_a_layer_changes_itself_is_its_own_affair(devices: list[str]) -> None:
+    pipe = pipert.pipeline(
+        Countings(), cuts=["b"], devices=devices, chunks=4, deferred_batch_norm=False
+    )
+    with pipe:
+        for _ in range(4):
+            step(pipe)
+        assert pipe.module.get_buffer("c.calls") == 16
+
+
+class Queue(nn.Module):
+    """Its own code changes a buffer that no layer has, before or behind the last layer."""
+
+    queue: Tensor
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("queue", torch.zeros(4))
+        self.place = place
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.a(x)
+        if self.place == "before":
+            self.queue.add_(1)
+        x = self.b(x)
+        if self.place == "behind":
+            self.queue.add_(1)
+        return x + self.queue.detach().clone()
+
+
+def test_a_buffer_that_no_layer_has_causes_the_warning() -> None:
+    with piped(Queue("before"), "b") as pipe:
+        with pytest.warns(SharedStateWarning, match="forward sets 'queue' of the model before a"):
+            step(pipe)
+        step(pipe)  # once
+    with piped(Queue("behind"), "b") as pipe:  # nobody else uses it
+        step(pipe)
+
+
+@pytest.mark.parametrize("devices", [pytest.param(GPUS, marks=cuda)])
+def test_a_buffer_of_another_device_is_not_changed_in_a_copy(devices: list[str]) -> None:
+    with piped(Queue("behind"), "b", devices) as pipe:
+        for run in (step, lambda pipe: pipe(torch.rand(8, 4))):
+            with pytest.raises(RuntimeError, match="it would change a copy, and be lost"):
+                run(pipe)
+    with piped(Queue("never"), "b", devices) as pipe:
+        step(pipe)
+
+
+class Meeting(nn.Module):
+    """Lets the second of two runs begin its first partition while the first is in the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), Counting()
+        self.may_count, self.has_counted = threading.Event(), threading.Event()
+
+    def forward(self, x: Tensor) -> Any:
+        if x[0, 0] == 2 and not self.has_counted.is_set():  # the second run
+            self.may_count.set()
+            assert self.has_counted.wait(10)
+        return self.b(self.a(x))
+
+
+def test_changes_by_another_run_are_not_taken_for_the_model_s() -> None:
+    model = Meeting()
+
+    def wait(*_: Any) -> None:
+        in_second.set()
+        assert model.may_count.wait(10)
+
+    in_second = threading.Event()
+    model.b.register_forward_pre_hook(wait)
+    model.b.register_forward_hook(lambda *_: model.has_counted.set())
+    with pipert.pipeline(
+        model, cuts=["b"], devices=CPUS, chunks=2, deferred_batch_norm=False
+    ) as pipe:
+        first = threading.Thread(target=lambda: pipe(torch.ones(4, 4)))
+        first.start()
+        assert in_second.wait(10)
+        pipe(torch.full((4, 4), 2.0))  # the second run, which is looked at as well
+        first.join()
