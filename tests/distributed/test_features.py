@@ -239,10 +239,35 @@ def tagged() -> Case:
     return Case(model, [2, 1, 1, 1], (rows(7, 4),), rows(7, 4))
 
 
+class Numbered(nn.Linear):
+    """Multiplies values and gradients by the number of their micro-batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = times_number(super().forward(x))
+        if y.requires_grad:
+            y.register_hook(times_number)  # type: ignore[no-untyped-call]
+        return y
+
+
+def times_number(x: Tensor) -> Tensor:
+    i = pipert.current_microbatch()
+    assert i is not None
+    return x * (i + 1)
+
+
+def numbered() -> Case:
+    """Layers, hooks and a loss that know their micro-batch."""
+    model = nn.Sequential(*[Numbered(3, 3) for _ in range(4)])
+    return Case(
+        model, [1, 1, 1, 1], (rows(6, 3),), rows(6, 3),
+        lambda y, target: times_number(F.mse_loss(y, target)),
+    )  # fmt: skip
+
+
 CASES = [
     u_net, tied, counted, deferred_norms, own_norms, trees, dropout, frozen, frozen_last, inputs,
     summed, time_first, complex_numbers,
-    tagged, early_skips,
+    tagged, early_skips, numbered,
 ]  # fmt: skip
 
 
