@@ -98,8 +98,9 @@ class ModelLayers(dict[nn.Module, ModelLayer]):
         if missing := [name for j, name in sorted(cuts.items()) if j not in self.begun]:
             warnings.warn(
                 f"no partition begins at {' and '.join(missing)}: the model has not called it by "
-                "module(...) before the later cuts. What follows runs in the partition before it; "
-                "give example=... to see the order of calls, or choose other cuts",
+                "module(...), outside of other layers and before the later cuts. What follows runs "
+                "in the partition before it; give example=... to see the order of calls, or choose "
+                "other cuts",
                 UserWarning,
                 stacklevel=5,
             )

@@ -31,7 +31,10 @@ __all__: list[str] = []
 
 
 def order_of_calls(
-    model: nn.Module, layers: Mapping[str, nn.Module], example: Value
+    model: nn.Module,
+    layers: Mapping[str, nn.Module],
+    example: Value,
+    cuts: Collection[str] = (),
 ) -> list[str]:
     """Return the names of those ``layers`` that the model calls, in the order of first calls.
 
@@ -43,13 +46,15 @@ def order_of_calls(
         model: the model; the example moves to the device of its first parameter.
         layers: modules of the model, by name.
         example: the arguments, see :func:`arguments_of`. It is not split, so a few rows suffice.
+        cuts: names of layers whose calls inside other layers do not count, as no partition begins
+            there.
 
     Raises:
         ValueError: a parameter is not initialised.
         Exception: any error of the model.
     """
     check_initialised(model)
-    first_calls = _FirstCalls(layers)
+    first_calls = _FirstCalls(layers, cuts)
     devices = [tensor.device for tensor in (*model.parameters(), *model.buffers())]
     args, kwargs = arguments_of(example)
     if devices:
@@ -90,14 +95,21 @@ class Gathering(TorchFunctionMode):
 class _FirstCalls:
     """An interceptor that notes the names of layers in the order of their first calls."""
 
-    def __init__(self, layers: Mapping[str, nn.Module]) -> None:
+    def __init__(self, layers: Mapping[str, nn.Module], cuts: Collection[str]) -> None:
         self.found: dict[str, None] = {}
         self._names = {layer: name for name, layer in layers.items()}
+        self._cuts, self._is_in_layer = cuts, False
 
     def call(self, module: nn.Module, call: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        if module in self._names:  # others belong to a pipe
-            self.found.setdefault(self._names[module])
-        return call(*args, **kwargs)
+        name, was_in_layer = self._names.get(module), self._is_in_layer
+        if name is None or (was_in_layer and name in self._cuts):  # None belongs to a pipe
+            return call(*args, **kwargs)
+        self.found.setdefault(name)
+        self._is_in_layer = True
+        try:
+            return call(*args, **kwargs)
+        finally:
+            self._is_in_layer = was_in_layer
 
 
 @contextlib.contextmanager

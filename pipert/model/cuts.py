@@ -166,8 +166,9 @@ def homes(
 def _check_order(cuts: Sequence[str], called: Sequence[str]) -> None:
     if missing := [name for name in cuts if name not in called]:
         raise ValueError(
-            f"the cuts {missing} were not called, so no partition begins there; give modules that "
-            "the model calls, by module(...), for each batch; if it drops layers, call eval() first"
+            f"the cuts {missing} were not called, or only inside other layers, so no partition "
+            "begins there; give modules that the model calls, by module(...), for each batch; if "
+            "it drops layers, call eval() first"
         )
     in_order = [name for name in called if name in cuts]
     if list(cuts) != in_order:

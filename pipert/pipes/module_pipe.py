@@ -90,7 +90,7 @@ class ModulePipe(Pipelined):
         """Find the layers of each partition, and move them to its device."""
         module, cuts = self.module, self._cuts
         layers = layers_of(module, cuts)
-        order = None if example is None else order_of_calls(module, layers, example)
+        order = None if example is None else order_of_calls(module, layers, example, cuts)
         home_of = homes(layers, cuts, order)
         called = dict.fromkeys([*(order or ()), *layers])  # in the order of calls, if it is known
         partitions = [

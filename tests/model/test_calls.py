@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipert import plan_for
+from pipert import pipeline, plan_for
 from pipert.balance.by_calls import choose_cuts
 from pipert.layers.intercepted import intercept
 from pipert.model.calls import order_of_calls
@@ -56,6 +56,39 @@ def test_homes_follow_the_calls() -> None:
     model = Backwards()
     layers = layers_of(model, ["a"])
     assert homes(layers, ["a"], order(model, X)) == {"a": 1, "b": 1, "never": 1, "c": 0}
+
+
+class Lent(nn.Module):
+    """Lends a module to a layer, which calls it, and calls it itself at the end if ``again``."""
+
+    def __init__(self, again: bool) -> None:
+        super().__init__()
+        self.lent, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.borrower = Borrower()
+        self.again = again
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(self.borrower(x, self.lent))
+        return self.lent(y) if self.again else y
+
+
+class Borrower(nn.Module):
+    def forward(self, x: Tensor, lent: nn.Module) -> Any:
+        return lent(x)
+
+
+def test_a_call_inside_another_layer_begins_no_partition() -> None:
+    again, model = Lent(again=True), Lent(again=False)
+    layers = layers_of(model, ["lent"])
+    assert order_of_calls(model, layers, X) == ["borrower", "lent", "head"]
+    assert order_of_calls(model, layers, X, ["lent"]) == ["borrower", "head"]
+    layers = layers_of(again, ["lent"])
+    assert order_of_calls(again, layers, X, ["lent"]) == ["borrower", "head", "lent"]
+
+
+def test_a_cut_that_is_only_called_inside_another_layer_is_refused() -> None:
+    with pytest.raises(ValueError, match="were not called, or only inside other layers"):
+        pipeline(Lent(again=False), ["lent"], devices=["cpu"] * 2, example=X)
 
 
 def test_the_model_runs_once_in_its_mode_without_gradients() -> None:
