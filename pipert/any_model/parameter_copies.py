@@ -58,11 +58,8 @@ class ParameterCopies:
         )
 
     def _shared_by(self, module: nn.Module) -> list[Tensor]:
-        """Return the shared buffers of ``module``, in whose place a recomputation puts clones."""
-        if not self._buffers:
-            return []
-        tables = [[*part._buffers.values()] for part in modules_of(module)]
-        own = [original_of(buffer) for table in tables for buffer in table if buffer is not None]
+        """Return the shared buffers of ``module``."""
+        own = _buffers_of(module) if self._buffers else ()
         return [buffer for buffer in own if id(buffer) in self._buffers]
 
     def copy_of(self, stage: Stage, i: int, weight: Tensor) -> Tensor:
@@ -109,6 +106,7 @@ class ParameterCopies:
             all_weights: dict[Tensor, None]
             all_weights = dict.fromkeys(w for layer in layers for w in _weights_of(layer))
             all_weights |= dict.fromkeys(b for layer in layers for b in self._shared_by(layer))
+            all_weights |= dict.fromkeys(b for given in layers[1:] for b in _buffers_of(given))
             weights = tuple([w for w in all_weights if self._is_replaced(stage, w)])
             if weights and is_compiled(layers[0]):
                 raise ValueError(
@@ -117,7 +115,7 @@ class ParameterCopies:
                     "layers that share it on one device, or leave this layer uncompiled"
                 )
             copies = [self.copy_of(stage, i, weight) for weight in weights]
-            before = [self._versions[id(weight)] for weight in weights]
+            before = [self._versions.setdefault(id(w), version(w)) for w in weights]
             self._substitutes[key] = Substitute(weights, copies, before) if weights else None
         substitute = self._substitutes[key]
         return call if substitute is None else partial(substitute.during, call)
@@ -127,6 +125,12 @@ def _weights_of(module: nn.Module) -> list[nn.Parameter]:
     """Return the parameters of ``module``; one that two modules share, twice."""
     tables = [part._parameters.values() for part in modules_of(module)]
     return [weight for table in tables for weight in table if weight is not None]
+
+
+def _buffers_of(module: nn.Module) -> list[Tensor]:
+    """Return the buffers of ``module``, in whose place a recomputation puts clones."""
+    tables = [[*part._buffers.values()] for part in modules_of(module)]
+    return [original_of(buffer) for table in tables for buffer in table if buffer is not None]
 
 
 CHANGED = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -67,6 +68,69 @@ def test_a_buffer_that_layers_on_two_gpus_share_is_copied(
         assert model.table.values.device == torch.device("cuda:0")
         found = {name: None if g is None else g.cpu() for name, g in grads_of(model).items()}
     torch.testing.assert_close(found, expected)
+
+
+class Slopes(nn.Module):
+    """Makes a bias, which ``kept`` keeps in a buffer for the next call."""
+
+    slopes: Tensor
+    bias: Tensor | None
+
+    def __init__(self, kept: bool) -> None:
+        super().__init__()
+        self.kept = kept
+        self.register_buffer("slopes", torch.randn(4, dtype=torch.float64))
+        self.register_buffer("bias", None)
+
+    def forward(self, places: int) -> Any:
+        if self.bias is not None:
+            return self.bias
+        bias = torch.arange(places, device=self.slopes.device) * self.slopes
+        if self.kept:
+            self.register_buffer("bias", bias)
+        return bias
+
+
+class Biased(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4, dtype=torch.float64)
+
+    def forward(self, x: Tensor, bias: nn.Module) -> Any:
+        return torch.tanh(self.linear(x) + bias(4))
+
+
+class Lending(nn.Module):
+    """Gives its layers the module that makes their bias."""
+
+    def __init__(self, kept: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Biased() for _ in range(4))
+        self.slopes = Slopes(kept)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, self.slopes)
+        return x
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("example", [None, torch.zeros(2, 4, dtype=torch.float64)])
+@pytest.mark.parametrize("way", WAYS, ids=["call", "step"])
+def test_buffers_of_a_module_that_layers_on_two_gpus_are_given_are_copied(
+    way: Callable[[Any, Tensor], Any], example: Any, kept: bool
+) -> None:
+    model, x = Lending(kept), torch.randn(6, 4, dtype=torch.float64)
+    plain = copy.deepcopy(model)
+    plain(x).square().mean().backward()
+    devices = ["cuda:0", "cuda:1"]
+    with pipeline(model, ["layers.2"], devices=devices, chunks=3, example=example) as pipe:
+        for _ in range(2):
+            model.zero_grad()
+            way(pipe, x)
+        found = {name: None if g is None else g.cpu() for name, g in grads_of(model).items()}
+    torch.testing.assert_close(found, grads_of(plain))
 
 
 class Counting(nn.Module):
