@@ -158,10 +158,12 @@ def hand_back(model: nn.Module) -> None:
             _log.info("%r has weights on several devices, so it cannot be called there", name)
             return
         given[name] = next(iter(used), given[name])
+    own = [*model._parameters.values(), *model._buffers.values()]  # which stay: it would copy them
+    main = next((tensor.device for tensor in own if tensor is not None), None)
     skipped = getattr(model, "_skip_keys_device_placement", None)  # arguments that stay, as caches
     with warnings.catch_warnings():  # a parameter of no layer has an entry, as it must
         warnings.filterwarnings("ignore", "The following device_map keys do not match")
         try:
-            accelerate.dispatch_model(model, given, skip_keys=skipped)
+            accelerate.dispatch_model(model, given, main, skip_keys=skipped)
         except ValueError as error:  # such as for a module that was put in later
             _log.warning("accelerate does not take the model of a closed pipe back: %s", error)

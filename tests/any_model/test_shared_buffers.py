@@ -122,6 +122,7 @@ def test_buffers_of_a_module_that_layers_on_two_gpus_are_given_are_copied(
     way: Callable[[Any, Tensor], Any], example: Any, kept: bool
 ) -> None:
     model, x = Lending(kept), torch.randn(6, 4, dtype=torch.float64)
+    model(x)  # so that the bias is there
     plain = copy.deepcopy(model)
     plain(x).square().mean().backward()
     devices = ["cuda:0", "cuda:1"]

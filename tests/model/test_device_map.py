@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pipert import pipeline
 from pipert.model.cuts import check_cuts
 from pipert.model.device_map import cuts_of_device_map, remove_hooks
 
@@ -162,3 +163,28 @@ def test_hooks_that_do_something_else_are_refused() -> None:
         with pytest.raises(ValueError, match="Linear has the hook .*does more than move"):
             remove_hooks(model)
         assert "_hf_hook" in vars(model.head)
+
+
+class WithTable(nn.Module):
+    """A model with a parameter of its own, which its last layer's output is added to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.table = nn.Parameter(torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.second(self.first(x))
+        return y + self.table
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("devices", [["cuda:0", "cuda:1"], ["cuda:1", "cuda:0"]])
+def test_a_closed_pipe_leaves_the_parameters_of_the_model_itself(devices: list[str]) -> None:
+    pytest.importorskip("accelerate")
+    model, x = WithTable(), torch.randn(4, 4)
+    before = list(model.parameters())
+    with pipeline(model, ["second"], devices=devices) as pipe:
+        pipe(x).sum().backward()
+    assert all(one is other for one, other in zip(model.parameters(), before, strict=True))
+    assert all(parameter.grad is not None for parameter in before)
