@@ -214,10 +214,11 @@ class AroundLayers:
         self._called += 1
         if shared.inspection is not None:
             shared.inspection.note_call(layer.module, stage.place.j)
-        if shared.copies_tensors:
-            shared.layers.move_on_first_call(layer, stage)
         if shared.parameters.is_needed:
             given = [x for x in (*args, *kwargs.values()) if isinstance(x, nn.Module)]
+            if shared.copies_tensors:
+                for used in (layer, *filter(None, map(shared.layers.get, given))):
+                    shared.layers.move_on_first_call(used, stage)
             call = shared.parameters.wrap(stage, self._i, [layer.module, *given], call)
         around = self._drawing_of_call() if shared.draws else None
         # What works in place, in torch.utils.checkpoint or in a transform, keeps what it saves.

@@ -115,18 +115,19 @@ class Lending(nn.Module):
 
 
 @pytest.mark.multi_gpu
+@pytest.mark.parametrize("cut", ["layers.2", "layers.2.linear"])
 @pytest.mark.parametrize("kept", [False, True])
 @pytest.mark.parametrize("example", [None, torch.zeros(2, 4, dtype=torch.float64)])
 @pytest.mark.parametrize("way", WAYS, ids=["call", "step"])
 def test_buffers_of_a_module_that_layers_on_two_gpus_are_given_are_copied(
-    way: Callable[[Any, Tensor], Any], example: Any, kept: bool
+    way: Callable[[Any, Tensor], Any], example: Any, kept: bool, cut: str
 ) -> None:
     model, x = Lending(kept), torch.randn(6, 4, dtype=torch.float64)
     model(x)  # so that the bias is there
     plain = copy.deepcopy(model)
     plain(x).square().mean().backward()
     devices = ["cuda:0", "cuda:1"]
-    with pipeline(model, ["layers.2"], devices=devices, chunks=3, example=example) as pipe:
+    with pipeline(model, [cut], devices=devices, chunks=3, example=example) as pipe:
         for _ in range(2):
             model.zero_grad()
             way(pipe, x)
