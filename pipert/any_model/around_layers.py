@@ -219,6 +219,8 @@ class AroundLayers:
             if shared.copies_tensors:
                 for used in (layer, *filter(None, map(shared.layers.get, given))):
                     shared.layers.move_on_first_call(used, stage)
+                    if shared.inspection is not None:  # of changes, which a move is not
+                        shared.inspection.note_call(used.module, stage.place.j)
             call = shared.parameters.wrap(stage, self._i, [layer.module, *given], call)
         around = self._drawing_of_call() if shared.draws else None
         # What works in place, in torch.utils.checkpoint or in a transform, keeps what it saves.
