@@ -18,6 +18,7 @@ from pipert.errors import (
     SharedStateWarning,
     TransformError,
     UnsupportedTorchError,
+    WholeBatchWarning,
     WorkerBusyError,
     WorkerDiedError,
 )
@@ -55,6 +56,7 @@ __all__ = [
     "Timeline",
     "TransformError",
     "UnsupportedTorchError",
+    "WholeBatchWarning",
     "WorkerBusyError",
     "WorkerDiedError",
     "WorkerStatistics",

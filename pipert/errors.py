@@ -24,6 +24,7 @@ __all__ = [
     "SharedStateWarning",
     "TransformError",
     "UnsupportedTorchError",
+    "WholeBatchWarning",
     "WorkerBusyError",
     "WorkerDiedError",
 ]
@@ -146,4 +147,13 @@ class SharedStateWarning(UserWarning):
     value that layers return, or a ``ContextVar``. If nothing behind the cut reads it, ignore this::
 
         warnings.filterwarnings("ignore", category=pipert.SharedStateWarning)
+    """
+
+
+class WholeBatchWarning(UserWarning):
+    """A layer depends on the whole mini-batch, as ``nn.Embedding(scale_grad_by_freq=True)`` does.
+
+    In a pipe it sees a micro-batch at a time. If that is what you want, ignore this::
+
+        warnings.filterwarnings("ignore", category=pipert.WholeBatchWarning)
     """

@@ -61,6 +61,7 @@ PUBLIC = {
     "Timeline",
     "TransformError",
     "UnsupportedTorchError",
+    "WholeBatchWarning",
     "WorkerBusyError",
     "WorkerDiedError",
     "WorkerStatistics",

@@ -36,6 +36,7 @@ from torch.overrides import TorchFunctionMode
 
 from pipert._torch import BatchNorm
 from pipert.layers.nested_checkpoint import refuse_nested_checkpoint
+from pipert.layers.whole_batch import warn_of_whole_batches
 from pipert.queues.process_lock import ProcessLock
 
 __all__: list[str] = []
@@ -45,6 +46,8 @@ _committing = ProcessLock()
 
 def check_batch_norm(module: nn.Module, deferred: bool | None) -> None:
     """Refuse BatchNorm layers that cannot work in a pipe; warn if ``deferred`` was not chosen.
+
+    Warn of other layers that depend on the whole batch, too.
 
     Raises:
         TypeError: ``module`` has a SyncBatchNorm, or a scripted BatchNorm that is to be deferred;
@@ -81,6 +84,7 @@ def check_batch_norm(module: nn.Module, deferred: bool | None) -> None:
             "this",
             stacklevel=4,  # skips Partitioned and Pipe: points at the code that makes the pipe
         )
+    warn_of_whole_batches(_modules(module))
 
 
 def _modules(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:

@@ -262,6 +262,7 @@ def test_running_statistics_are_updated_once_by_each_micro_batch(is_scripted: bo
         assert torch.equal(found, wanted)
 
 
+@pytest.mark.filterwarnings("ignore::pipert.WholeBatchWarning")
 def test_statistics_of_an_instance_norm_are_updated_once_by_each_micro_batch() -> None:
     norm, expected = (nn.InstanceNorm1d(3, track_running_stats=True) for _ in range(2))
     x = torch.randn(4, 3, 5, requires_grad=True)
