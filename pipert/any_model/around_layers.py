@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipert._torch import node_count
+from pipert._torch import BatchNorm, NormBase, node_count
 from pipert._typing import Value
 from pipert.any_model.checkpointed_calls import CheckpointedCalls
 from pipert.any_model.forward_recording import ForwardRecording
@@ -30,6 +30,7 @@ from pipert.any_model.tensor_copies import TensorCopies
 from pipert.autograd.order import begin_numbers
 from pipert.layers.batchnorm import PartitionStats
 from pipert.layers.cpu_draws import DRAWING
+from pipert.layers.modules import modules_of
 from pipert.layers.nested_checkpoint import is_in_checkpoint
 from pipert.layers.random_numbers import Draws, drawing
 from pipert.stage.run import Run
@@ -59,6 +60,8 @@ class ModelRun:
     """The graph of each micro-batch in a step."""
     checkpointed: dict[tuple[int, int], CheckpointedCalls] = field(default_factory=dict)
     """By micro-batch and partition, those of a step, until they are recomputed."""
+    called_in: dict[nn.Module, int] = field(default_factory=dict)
+    """The partition that each layer was first called in."""
     copies_tensors: bool = field(init=False)
     """Whether tensors may have to be copied to a device, at least the arguments."""
     parameters: ParameterCopies = field(init=False)
@@ -73,6 +76,22 @@ class ModelRun:
         buffers = self.layers.shared_buffers
         self.parameters = ParameterCopies(self.module, is_step, self.copies_tensors, buffers)
         self.first_node = max(node_count(), self.run.plan.m)
+
+    def refuse_shared_norms(self, layer: ModelLayer, j: int) -> None:
+        """Refuse a layer that is called in partition ``j``, too, if it updates statistics there."""
+        plan, first = self.run.plan, self.called_in[layer.module]
+        if plan.m == 1 or plan.placement[first] == plan.placement[j]:
+            return  # in a fixed order
+        for module in modules_of(layer.module):
+            if self.stats is not None and isinstance(module, BatchNorm):
+                continue  # deferred
+            if isinstance(module, NormBase) and module.training and module.track_running_stats:
+                raise ValueError(
+                    f"{layer.name} is called in partitions {first} and {j}, so its "
+                    f"{type(module).__name__} would update its running statistics in no fixed "
+                    "order; choose deferred_batch_norm=True, which defers those of "
+                    "BatchNorm, or cuts with all calls of the layer in one partition"
+                )
 
     def clear(self) -> None:
         """Forget all micro-batches."""
@@ -214,6 +233,8 @@ class AroundLayers:
         self._called += 1
         if shared.inspection is not None:
             shared.inspection.note_call(layer.module, stage.place.j)
+        if shared.called_in.setdefault(layer.module, stage.place.j) != stage.place.j:
+            shared.refuse_shared_norms(layer, stage.place.j)
         if shared.parameters.is_needed:
             given = [x for x in (*args, *kwargs.values()) if isinstance(x, nn.Module)]
             if shared.copies_tensors:

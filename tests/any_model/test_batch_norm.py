@@ -48,6 +48,7 @@ def test_statistics_are_updated_once_from_the_whole_batch(momentum: Any, how: Ho
 
 def test_recomputation_by_an_outer_pipe_does_not_update_statistics_again() -> None:
     model = Normalising()
+    model.late = nn.BatchNorm1d(4, track_running_stats=False)  # both partitions call it
     options: Any = {"devices": ["cpu"] * 2, "chunks": 2, "deferred_batch_norm": False}
     inner = pipert.pipeline(model, ["last"], **options)
     layers = nn.Sequential(nn.Sequential(inner, nn.Tanh()), nn.Identity())
@@ -59,3 +60,56 @@ def test_recomputation_by_an_outer_pipe_does_not_update_statistics_again() -> No
     assert int(before["early.num_batches_tracked"]) == 4
     for name, buffer in model.named_buffers():
         assert torch.equal(buffer, before[name]), name
+
+
+class Siamese(nn.Module):
+    """Calls its trunk, with a cut inside, twice: what comes first there is called in both parts."""
+
+    def __init__(self, norm: type[nn.Module], **options: Any) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Unflatten(1, (2, 2)), norm(2, **options), nn.Flatten())
+        self.last = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.last(self.first(x)) + self.last(self.first(2 * x))
+        return y
+
+
+def train(
+    model: nn.Module, how: str, deferred: bool, chunks: int = 8, device: str = "cpu"
+) -> dict[str, Tensor]:
+    options: Any = {"devices": [device] * 2, "chunks": chunks, "deferred_batch_norm": deferred}
+    with pipert.pipeline(model, ["last"], **options) as pipe:
+        if how == "call":
+            pipe(torch.ones(16, 4)).sum().backward()
+        else:
+            pipe.forward_backward(torch.ones(16, 4), loss_fn=lambda y, _: y.sum(), schedule=how)
+    return dict(model.named_buffers())
+
+
+hows = pytest.mark.parametrize("how", ["call", "gpipe", "1f1b"])
+
+
+@hows
+@pytest.mark.filterwarnings("ignore::pipert.WholeBatchWarning")
+@pytest.mark.parametrize(
+    "norm, options, deferred",
+    [(nn.BatchNorm1d, {}, False), (nn.InstanceNorm1d, {"track_running_stats": True}, True)],
+)
+def test_statistics_that_two_partitions_update_are_refused(
+    norm: type[nn.Module], options: Any, deferred: bool, how: str
+) -> None:
+    """They were updated in the order in which the workers came."""
+    model = Siamese(norm, **options)
+    with pytest.raises(ValueError, match="called in partitions 0 and 1, .*deferred_batch_norm"):
+        train(model, how, deferred)
+
+
+@hows
+def test_they_may_be_shared_where_they_are_deferred_or_not_updated(how: str) -> None:
+    train(Siamese(nn.BatchNorm1d, track_running_stats=False), how, deferred=False)
+    train(Siamese(nn.BatchNorm1d).eval(), how, deferred=False)
+    train(Siamese(nn.BatchNorm1d), how, deferred=False, chunks=1)
+    train(Siamese(nn.BatchNorm1d), how, deferred=False, device="cpu:0")  # one worker, in its order
+    found = train(Siamese(nn.BatchNorm1d), how, deferred=True)
+    assert int(found["first.1.num_batches_tracked"]) == 2
