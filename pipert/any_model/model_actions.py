@@ -23,6 +23,7 @@ from pipert.any_model.microbatch_thread import MicroBatchThreads
 from pipert.autograd import order
 from pipert.autograd.leaves import Behind, leaves_behind
 from pipert.autograd.recompute import Graph
+from pipert.errors import SharedStateWarning, add_note
 from pipert.schedules.action import BACKWARD, FORWARD, RECOMPUTE, WEIGHT, Action
 from pipert.stage.actions import Actions, weight_gradients
 from pipert.stage.backward import differentiate_graph
@@ -119,6 +120,10 @@ class ModelActions:
         if not self._model_run.run.dropped:
             for microbatch in microbatches:
                 microbatch.wait()
+        if (inspection := self._model_run.inspection) is not None:
+            error = self._model_run.run.outcome.first_error()
+            if error is not None and not isinstance(error, SharedStateWarning):
+                add_note(error, inspection.note)
         self._microbatches.clear()
         self._model_run.clear()
 

@@ -89,7 +89,7 @@ class SharedState:
     def warn(self, found: list[_Key]) -> None:
         """Warn about ``found``, once."""
         self._runs = 0  # if the warning is an error, the next run is inspected and raises it again
-        warnings.warn_explicit(self._message(found), SharedStateWarning, *_location(self.module))
+        warnings.warn_explicit(self.message(found), SharedStateWarning, *_location(self.module))
         self._runs = 1
         self.warned.update(found)
 
@@ -110,7 +110,8 @@ class SharedState:
         more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
         return f"{', '.join(map(repr, names[:_MAX_NAMES]))}{more}"
 
-    def _message(self, found: list[_Key]) -> str:
+    def message(self, found: list[_Key]) -> str:
+        """Return what is wrong with ``found``."""
         return (
             f"forward sets {self._names(found)} of the model before a cut, and the next "
             "micro-batch sets it again when the first is past that cut. Code there may read "
@@ -198,10 +199,18 @@ class Inspection:
         for key, first in self._changed.items():
             if key[0] not in self._called and now.get(key) != first:
                 self._set_again[key] = None
-        warned = self._shared.warned
-        found = [k for k in self._set_again if k not in warned and not _is_made_for_use(*k)]
+        found = [key for key in self._found() if key not in self._shared.warned]
         if found:
             self._shared.warn(found)
+
+    def _found(self) -> list[_Key]:
+        return [key for key in self._set_again if not _is_made_for_use(*key)]
+
+    def note(self) -> str:
+        """Return what to add to an error of the run; empty if nothing was set again."""
+        self._compare()
+        found = self._found()
+        return f"perhaps for this reason: {self._shared.message(found)}" if found else ""
 
     def _state(self, j: int) -> dict[_Key, Any]:
         """Take fingerprints of all attributes, except those of layers of earlier partitions.

@@ -69,6 +69,11 @@ class Outcome:
             errors, self._errors = self._errors, {}
         return errors[min(errors)] if errors else None
 
+    def first_error(self) -> BaseException | None:
+        """Return the failure to raise, if any."""
+        with self._lock:
+            return self._errors[min(self._errors)] if self._errors else None
+
     def __repr__(self) -> str:
         state = "settled" if self._latch.is_open() else "running"
         failed = "" if self.failed_at == _NEVER else f", failed at {self.failed_at}"

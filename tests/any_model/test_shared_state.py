@@ -128,6 +128,38 @@ def test_an_attribute_overwritten_by_the_next_micro_batch_is_named(
     assert warning.filename == __file__
 
 
+class AddingWhatItKept(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = self.a(x)
+        return self.b(self.kept) + self.kept  # type: ignore[no-any-return]
+
+
+def test_an_error_that_may_be_due_to_a_shared_attribute_names_it() -> None:
+    """Behind the cut the first micro-batch finds what the last one has set, of another size."""
+
+    class Slow(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            if len(x) == 3:
+                assert last_is_set.wait(60)
+            return super().forward(x)
+
+    last_is_set = Event()
+
+    class Adding(AddingWhatItKept):
+        def __setattr__(self, name: str, value: Any) -> None:
+            super().__setattr__(name, value)
+            if name == "kept" and len(value) == 2:
+                last_is_set.set()
+
+    model = Adding()
+    model.b = Slow(4, 4)
+    with pipert.pipeline(model, cuts=["b"], chunks=2) as pipe:
+        with pytest.raises(RuntimeError, match="must match the size") as caught:
+            pipe(torch.rand(5, 4))
+    assert "sets 'kept' of the model" in caught.value.__notes__[-1]
+    assert "SharedStateWarning" in caught.value.__notes__[-1]
+
+
 def test_no_values_are_returned_if_warnings_are_errors() -> None:
     pipe = pipert.pipeline(KeepingAMask(), cuts=["b"], chunks=4)
     with pipe:
