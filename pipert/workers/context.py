@@ -17,13 +17,15 @@ current streams       of each CUDA device of the pipe, and of others where it is
                       one, which a worker has; on its own threads autograd has set them
 intra-op threads      on a worker, its share of the caller's count, divided among the pipe's CPU
                       workers; on a thread of autograd, which runs alone, all of them
-deterministic         nothing, since it is process-wide in torch
+flush_denormal        the caller's
 ====================  ==========================================================================
 
 **W4** what is applied is undone, also after an error. A worker that an exception hits in the middle
 of applying or undoing ends, since it is unknown what is in effect then. The count of intra-op
-threads stays with the worker, which owns its thread; :func:`.set_own_threads` says how other
-threads keep theirs.
+threads and ``flush_denormal`` stay with the worker, which owns its thread;
+:func:`.set_own_threads` says how other threads keep theirs.
+
+All other settings of torch belong to the process; ``docs/contract.md`` has a table of them.
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ from pipert.autograd.hooks import hooks_of_caller
 from pipert.errors import TransformError
 from pipert.workers.thread_state import (
     NEW_THREAD_AUTOCAST,
+    SMALLEST,
     autocast,
     current_streams,
     get_autocast,
@@ -111,6 +114,7 @@ class CallerContext:
         self._streams = [torch.cuda.current_stream(device) for device in devices]
         self._threads = torch.get_num_threads()
         self._threads_of_worker = max(1, self._threads // max(1, cpu_workers))
+        self._flushes = SMALLEST / 2 == 0.0
         self.variables = contextvars.copy_context()
         self.saved_tensor_hooks = hooks_of_caller()
         self._has_modes = bool(self._functions or self._dispatches)
@@ -127,20 +131,23 @@ class CallerContext:
         """A new block that applies all settings on a worker."""
         is_usual = self._is_plain and not self._streams
         make_block = None if is_usual else self._all_on_worker
-        return OnWorker(self._grad, self._threads_of_worker, make_block)
+        return OnWorker(self._grad, self._threads_of_worker, self._flushes, make_block)
 
     @property
     def going_back_on_worker(self) -> OnWorker:
         """The same without autocast: what the forward has cast, the graph casts back."""
-        is_usual = not (self._has_modes or self._streams)
-        return OnWorker(True, self._threads_of_worker, None if is_usual else self._going_back)
+        make_block = self._going_back if self._has_modes or self._streams else None
+        return OnWorker(True, self._threads_of_worker, self._flushes, make_block)
 
     @contextlib.contextmanager
     def on_any_thread(self) -> Iterator[None]:
         """Apply all but the streams, which a thread of autograd has; undo that at the end."""
         count, grad = torch.get_num_threads(), torch.is_grad_enabled()
+        flushes = SMALLEST / 2 == 0.0
         if count != self._threads:
             set_own_threads(self._threads)
+        if flushes != self._flushes:
+            torch.set_flush_denormal(self._flushes)
         try:
             torch.set_grad_enabled(self._grad)
             if self._is_plain and has_default_settings():
@@ -150,6 +157,7 @@ class CallerContext:
                     yield
         finally:
             torch.set_grad_enabled(grad)
+            torch.set_flush_denormal(flushes)
             if count != self._threads:
                 set_own_threads(count)
 
@@ -184,6 +192,8 @@ class OnWorker:
     _grad: bool
     _threads: int
     """The count of intra-op threads, which the worker keeps."""
+    _flushes: bool
+    """Whether denormal numbers are flushed, which the worker keeps, too."""
     _make_block: Callable[[], AbstractContextManager[None]] | None
     """Makes the block for all other settings, if there are any."""
     _block: AbstractContextManager[None] | None = None
@@ -191,6 +201,8 @@ class OnWorker:
     def __enter__(self) -> None:
         if torch.get_num_threads() != self._threads:
             set_own_threads(self._threads)
+        if (SMALLEST / 2 == 0.0) != self._flushes:
+            torch.set_flush_denormal(self._flushes)
         torch.set_grad_enabled(self._grad)
         if self._make_block is not None:
             self._block = self._make_block()

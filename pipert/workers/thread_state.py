@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -70,6 +71,10 @@ def _on_new_thread(function: Callable[[], T]) -> T:
     thread.start()
     thread.join()
     return results[0]
+
+
+SMALLEST = sys.float_info.min
+"""Half of it is denormal, and so zero on a thread with ``torch.set_flush_denormal(True)``."""
 
 
 def get_autocast() -> Autocast:
