@@ -11,7 +11,8 @@ costs as much as a small operation. So:
 3. ``R`` must do what ``F`` did. Who calls the layers compares their outputs. Here the number of
    nodes is compared, which costs nothing. Where it differs, ``R`` runs once more to count the
    tensors it saves: a compiler or a cache does more work the first time, but saves the same
-   tensors.
+   tensors. By chance another operation may save as many, so where ``R`` is to fill in tensors of
+   ``F``'s graph, and settings of the process have changed, its nodes are looked at.
 4. The inputs are kept as they were before the partition ran: the layers get copies, so that an
    in-place first layer cannot corrupt them. An input that anything else has changed is refused, as
    autograd would.
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -39,6 +41,11 @@ __all__: list[str] = []
 
 Edges = tuple[GradientEdge, ...]
 Replay = Callable[[Callable[[], Value], Callable[[Value], None], bool], None]
+
+
+check_graph = ContextVar[Callable[[Value, bool], None] | None]("pipert_check_graph", default=None)
+"""Checks the graph of an output before its tensors fill in another one, and gets to know whether
+that has as many nodes; ``None`` if nothing in the process decides on operations differently."""
 
 
 class Graph(NamedTuple):
@@ -86,8 +93,8 @@ class Recomputation:
     """
 
     __slots__ = (
-        "__weakref__", "_nodes", "_rebuild", "_replay_task", "_tensors", "_versions", "_wanting",
-        "hooks", "is_whole", "saves",
+        "__weakref__", "_began", "_nodes", "_rebuild", "_replay_task", "_tensors", "_versions",
+        "_wanting", "hooks", "is_whole", "saves",
     )  # fmt: skip
 
     def __init__(self, replay: Replay | None, hooks: Hooks, is_whole: bool = True) -> None:
@@ -147,7 +154,9 @@ class Recomputation:
         elif wanting:
             for k, tensor in zip(self._wanting, begin(wanting), strict=True):
                 tensors[k] = tensor
-        return self._rebuild(self._given(tensors))
+        given = self._given(tensors)
+        self._began = node_count()
+        return self._rebuild(given)
 
     def _keep(self, tensors: Tensors) -> list[Tensor]:
         """Keep the inputs as they are now; return the tensors to give the layers."""
@@ -178,18 +187,17 @@ class Recomputation:
         """
         xs: Edges = ()
         ys: Edges = ()
-        before = nodes = 0
+        nodes = 0
 
         def enter() -> Value:
-            nonlocal before, xs
+            nonlocal xs
             value = self.fresh(begin)
             xs = edges_of(differentiable(value)[0])
-            before = node_count()
             return value
 
         def leave(y: Value) -> None:
             nonlocal nodes, ys
-            nodes = node_count() - before
+            nodes = node_count() - self._began
             ys = edges_of(differentiable(y)[0])
 
         with contextlib.nullcontext() if on_worker else without_hooks():
@@ -213,8 +221,10 @@ class Recomputation:
             pack = self.hooks[0] if self.hooks else None
             found[len(found)] = (kept if pack is None else pack(kept), tensor._version)
 
-        def check(_: Value) -> None:
+        def check(y: Value) -> None:
             self._check_count(len(found))
+            if (check_more := check_graph.get()) is not None:
+                check_more(y, node_count() - self._began == self._nodes)
 
         self._replay_under(Forget(keep), check, on_worker)
         return found

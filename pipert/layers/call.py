@@ -196,21 +196,23 @@ class Layers:
         with notifier.recomputing(action, self._place.device) if notifier.is_watched else NOTHING:
             try:
                 if on_worker:  # as a task, under the caller's context already
-                    y = self._compute_again(begin)
+                    self._compute_again(begin, check)
                 else:
                     with context.on_any_thread(), microbatch(i):
-                        y = context.variables.copy().run(self._compute_again, begin)
-                check(y)
-                del y  # before it is said that the recomputation has ended
+                        context.variables.copy().run(self._compute_again, begin, check)
             except BaseException as error:
                 self._place.note(error, action)
+                if self._snapshot is not None:
+                    add_note(error, self._snapshot.other_settings)
                 raise
 
-    def _compute_again(self, begin: Callable[[], Callable[[], Value]]) -> Value:
+    def _compute_again(
+        self, begin: Callable[[], Callable[[], Value]], check: Callable[[Value], None]
+    ) -> None:
         assert self._snapshot is not None
         self._snapshot.refuse_changes()
         recompute_here.set(True)
-        return begin()()
+        check(begin()())
 
     def checkpointed(
         self, i: int, layer: nn.Module, name: str, call: Callable[..., Value]

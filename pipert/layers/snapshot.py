@@ -7,10 +7,14 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from pipert.batch.tensors import Versions
+from pipert._typing import Value
+from pipert.autograd.leaves import leaves_behind
+from pipert.autograd.recompute import check_graph
+from pipert.batch.tensors import Versions, differentiable
 from pipert.errors import RecomputationError
 from pipert.layers.buffers import Buffers
 from pipert.layers.modules import modules_of
@@ -32,8 +36,8 @@ class Snapshot:
     """
 
     __slots__ = (
-        "_dicts", "_layers", "_modes", "_names", "_parameters", "_places", "_versions", "buffers",
-        "exempt",
+        "_dicts", "_layers", "_modes", "_names", "_parameters", "_places", "_settings",
+        "_versions", "buffers", "exempt",
     )  # fmt: skip
 
     def __init__(self, partition: nn.Module) -> None:
@@ -42,6 +46,7 @@ class Snapshot:
         self._parameters: list[nn.Parameter | None] = []
         self._places: dict[nn.Module, list[Place]] = {}  # of the modules that were asked for
         self._versions = Versions()
+        self._settings = [*map(operator.call, SETTINGS.values())]
         self.buffers: dict[nn.Module, Buffers] = {}
         """Those of each layer."""
         self.exempt: set[nn.Module] = set()
@@ -100,6 +105,31 @@ class Snapshot:
                 "exempt it with pipert.never_recompute, or use checkpoint='never'"
             )
 
+    def other_settings(self) -> str:
+        """Return which settings of the process have changed; empty if none has."""
+        pairs = zip(SETTINGS, self._settings, map(operator.call, SETTINGS.values()), strict=True)
+        found = [f"{name} was {old} and is {new}" for name, old, new in pairs if old != new]
+        return f"since the forward settings have changed: {', '.join(found)}" if found else ""
+
+    def _refuse_other_attention(self, y: Value, has_same_nodes: bool) -> None:
+        """Refuse to fill in the graph of one kernel what another one has saved.
+
+        Torch chooses the best of the kernels that are enabled. So ``F`` had the same if that is
+        enabled in both, and if all that were enabled in ``F`` still are.
+        """
+        pairs = zip(SETTINGS, self._settings, map(operator.call, SETTINGS.values()), strict=True)
+        changed = {name: new for name, old, new in pairs if old != new and name in KERNELS}
+        new_ones = [name for name, is_enabled in changed.items() if is_enabled]
+        ends = [tensor.grad_fn for tensor in differentiable(y)[0] if tensor.grad_fn is not None]
+        names = "".join([type(node).__name__ for node in leaves_behind(ends).nodes])
+        is_other = any(kernel in names for kernel in new_ones)
+        if is_other or len(new_ones) < len(changed) and not has_same_nodes:
+            raise RecomputationError(
+                "a recomputation uses another kernel for attention than its forward, as "
+                "torch.nn.attention.sdpa_kernel is around one of them only; put loss.backward() "
+                "into the same block, or use checkpoint='never'"
+            )
+
     def refuse_changes(self) -> None:
         """Refuse to recompute with other or modified parameters, or in another mode.
 
@@ -107,6 +137,8 @@ class Snapshot:
             RecomputationError: a layer has another mode.
             RuntimeError: a parameter was modified, or replaced.
         """
+        if [*map(operator.call, SETTINGS.values())] != self._settings:
+            check_graph.set(self._refuse_other_attention)
         if list(map(_mode, self._layers)) != self._modes:
             each = zip(self._layers, self._modes, strict=True)
             layer = next(layer for layer, mode in each if layer.training != mode)
@@ -126,6 +158,14 @@ class Snapshot:
             )
 
 
+KERNELS: dict[str, Callable[[], object]] = {
+    "FlashAttention": torch.backends.cuda.flash_sdp_enabled,
+    "EfficientAttention": torch.backends.cuda.mem_efficient_sdp_enabled,
+    "CudnnAttention": torch.backends.cuda.cudnn_sdp_enabled,
+}
+"""Kernels for attention, by what the names of their nodes contain."""
+SETTINGS = {"torch.get_default_dtype()": torch.get_default_dtype, **KERNELS}
+"""Settings of the process that decide which operations are computed."""
 _ORDINARY = {nn.Parameter, type(None)}
 _mode: Callable[[nn.Module], bool] = operator.attrgetter("training")
 
