@@ -147,6 +147,7 @@ class InstanceNorm(nn.InstanceNorm1d):
 
 
 @pytest.mark.parametrize("kind", [nn.InstanceNorm1d, InstanceNorm])
+@pytest.mark.filterwarnings("ignore::pipert.WholeBatchWarning")
 def test_recomputation_updates_no_statistics_of_instances(kind: type[nn.InstanceNorm1d]) -> None:
     module = nn.Sequential(linear(4, 4), kind(3, track_running_stats=True).double(), nn.Tanh())
     with wrapped(module, "always") as pipe:

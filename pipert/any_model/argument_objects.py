@@ -35,7 +35,8 @@ def refuse_changes(objects: Objects) -> None:
             raise RuntimeError(
                 f"a layer changes its argument, a {type(value).__qualname__}, and would do so "
                 "again when it is recomputed; avoid that (models of transformers take "
-                "use_cache=False), or use checkpoint='never'"
+                "use_cache=False), exempt it with pipert.never_recompute (as layers that hand keys "
+                "and values to later ones, in Gemma3n), or use checkpoint='never'"
             )
 
 

@@ -199,3 +199,41 @@ def test_scaled_gradients_of_several_devices_are_unscaled(devices: list[str]) ->
     for p, q in zip(module.parameters(), plain.parameters(), strict=True):
         assert p.grad is not None
         torch.testing.assert_close(p.grad.cpu(), q.grad)
+
+
+# Sums of many micro-batches -----------------------------------------------------------------------
+
+
+def error(grad_dtype: torch.dtype | None, how: str, chunks: int) -> float:
+    """Returns the relative error of bfloat16 weights' gradients; plain, if there is no ``how``."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)).bfloat16()
+    exact = copy.deepcopy(module).double()
+    for parameter in module.parameters():
+        parameter.grad_dtype = grad_dtype or parameter.dtype
+    x, target = torch.randn(128, 8).bfloat16(), torch.randn(128, 8)
+
+    def loss_of(y: Tensor, target: Tensor) -> Any:
+        return mse_loss(y.to(torch.promote_types(y.dtype, torch.float32)), target.to(y.device))
+
+    loss_of(exact(x.double()), target.double()).backward()
+    if how:
+        with Pipe(module, [2, 1], devices=["cpu"] * 2, chunks=chunks) as pipe:
+            if how == "call":
+                loss_of(pipe(x), target).backward()
+            else:
+                pipe.forward_backward(x, target=target, loss_fn=loss_of, schedule=how)
+    else:
+        loss_of(module(x), target).backward()
+    found, expected = (
+        torch.cat([p.grad.double().flatten() for p in model.parameters() if p.grad is not None])
+        for model in (module, exact)
+    )
+    return float((found - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("how", ["call", "gpipe", "1f1b"])
+def test_gradients_in_float32_keep_the_precision_of_the_plain_module(how: str) -> None:
+    plain = error(None, "", 1)
+    assert error(torch.float32, how, 128) < 1.5 * plain
+    assert error(None, how, 128) > 2 * plain
