@@ -18,18 +18,15 @@ from __future__ import annotations
 
 import inspect
 import warnings
-import weakref
-from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator
-from numbers import Number
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from pipert._torch import WithoutFunctions, forward_pre_hooks
 from pipert.any_model.boundary_tensors import memory_of
+from pipert.any_model.fingerprints import fingerprint, items_of
 from pipert.batch.tensors import version
 from pipert.errors import SharedStateWarning
 from pipert.layers.buffers import original_of
@@ -39,11 +36,6 @@ from pipert.layers.place import Place
 __all__: list[str] = []
 
 _REGISTRIES = {"_parameters", "_buffers", "_modules"}  # dicts whose items are attributes, too
-_PLAIN = {bool, int, str, bytes, type(None), slice, range, torch.device}
-_MAPPINGS = {dict, OrderedDict, defaultdict}
-_CONTAINERS = (list, tuple, set, frozenset, deque)  # named tuples, too
-_MAX_DEPTH = 4  # of nested containers
-_MAX_ITEMS = 1000  # of a container that is inspected: no vocabularies, no data sets
 _MAX_NAMES = 5  # in one warning
 
 _Key = tuple[nn.Module, str]
@@ -179,7 +171,7 @@ class Inspection:
 
     def _compare(self) -> None:
         """Note what has been set again by another micro-batch than the first."""
-        for (module, name), first in _items(self._set):
+        for (module, name), first in items_of(self._set):
             if first != _current(module, name):
                 self._set_again[module, name] = None
 
@@ -220,7 +212,7 @@ class Inspection:
         """
         homes = self._shared.homes
         return {
-            (module, name): _fingerprint(value)
+            (module, name): fingerprint(value)
             for module in modules_of(self._shared.module)
             if homes.get(module, j) >= j
             for name, value in _attributes(module)
@@ -234,7 +226,7 @@ def _marks(model: nn.Module) -> dict[_Key, Any]:
             (module, name): (version(tensor), memory_of(tensor))
             for module in modules_of(model)
             for registry in (module._parameters, module._buffers)
-            for name, found in _items(registry)
+            for name, found in items_of(registry)
             if (tensor := original_of(found)) is not None and not is_lazy(tensor)
         }
 
@@ -242,51 +234,15 @@ def _marks(model: nn.Module) -> dict[_Key, Any]:
 def _current(module: nn.Module, name: str) -> Any:
     registries = [vars(module)[registry] for registry in _REGISTRIES]
     found = [d[name] for d in (vars(module), *registries) if name in d]
-    return _fingerprint(found[0]) if found else None
+    return fingerprint(found[0]) if found else None
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    for name, value in _items(vars(module)):
+    for name, value in items_of(vars(module)):
         if name in _REGISTRIES:
-            yield from _items(value)
+            yield from items_of(value)
         else:
             yield name, value
-
-
-def _items(mapping: Any) -> list[tuple[Any, Any]]:
-    # Copied in one go, since another micro-batch may be adding to it. dict.items also serves an
-    # OrderedDict, whose own items() would call methods of its keys.
-    return list(dict.items(mapping) if isinstance(mapping, dict) else mapping.items())
-
-
-def _fingerprint(value: Any, depth: int = _MAX_DEPTH) -> Any:
-    """Return what ``==`` compares of a value. Keeps the value alive only if it must."""
-    kind = type(value)
-    if kind in _PLAIN:
-        return kind, value
-    if isinstance(value, Number):  # numpy's are, too
-        return kind, repr(value)  # two NaN are the same
-    if kind in _MAPPINGS or isinstance(value, _CONTAINERS):
-        if not depth or len(value) > _MAX_ITEMS:
-            return _SameObject(value), len(value)
-        items = _items(value) if kind in _MAPPINGS else list(value)
-        return kind, [_fingerprint(item, depth - 1) for item in items]
-    return _SameObject(original_of(value))
-
-
-class _SameObject:
-    """Equal to others of the same object."""
-
-    __slots__ = ("_found",)
-
-    def __init__(self, value: Any) -> None:
-        try:
-            self._found = weakref.ref(value)  # always the same one
-        except TypeError:
-            self._found = value
-
-    def __eq__(self, other: object) -> bool:
-        return type(other) is _SameObject and self._found is other._found
 
 
 def _is_made_for_use(module: nn.Module, name: str) -> bool:
