@@ -51,6 +51,10 @@ class Step:
     """Whether ``forward_backward`` gets a denominator, so that its loss is a mean."""
     loss_there: bool = False
     """Whether the loss of a call is computed on the target's device."""
+    ready: bool = False
+    """Whether ``forward_backward`` gets micro-batches that are ready, of different sizes."""
+    function: bool = False
+    """Whether a step of a model in place is a function that calls it."""
     late: bool = False
     """Whether the inputs are overwritten before the backward, if a plain GPU would allow that."""
     then: tuple[str, ...] = ()
@@ -80,6 +84,8 @@ class Case:
     """Whether the first layer takes several arguments, and the last one returns several values."""
     autocast: bool = False
     """Whether it runs in single precision under autocast to bfloat16."""
+    in_place: bool = False
+    """Whether the pipe is one of any model, if its forward can be that of an ``nn.Sequential``."""
     steps: tuple[Step, ...] = (Step(),)
 
 
@@ -105,6 +111,7 @@ def draw(seed: int, number: int) -> Case:
         deferred=dice.random() < 0.5,
         several=dice.random() < 0.25,
         autocast=dice.random() < 0.1,
+        in_place=dice.random() < 0.3,
         steps=tuple(_step(dice, devices) for _ in range(dice.randint(1, 4))),
     )
 
@@ -132,6 +139,8 @@ def _step(dice: Random, devices: tuple[str, ...]) -> Step:
         scale_on=place() if dice.random() < 0.2 else None,
         counts=dice.random() < 0.3,
         loss_there=dice.random() < 0.3,
+        ready=dice.random() < 0.25,
+        function=dice.random() < 0.5,
         late=dice.random() < 0.3,
         then=tuple(what for what in then if what),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipert import Pipe
+from pipert import Pipe, pipeline
 from tests.fuzz.case import Case, Step
-from tests.fuzz.layers import RANDOM, Fault, Fragile, build
+from tests.fuzz.layers import RANDOM, Fault, Fragile, Model, build
 from tests.fuzz.orders import schedule_of
 from tests.fuzz.users import (
     GPUS,
@@ -28,6 +29,7 @@ from tests.fuzz.users import (
     count_of,
     keep,
     loss_of,
+    parts_of,
     take,
 )
 
@@ -50,12 +52,7 @@ def in_pipe(case: Case, first: Found | None = None) -> Found:
     with contextlib.ExitStack() as stack:
         for inner in model.inner:
             stack.enter_context(inner)
-        pipe = stack.enter_context(
-            Pipe(
-                model.layers, model.balance, devices=model.devices,
-                deferred_batch_norm=case.deferred, timeout=60,
-            )
-        )  # fmt: skip
+        pipe = stack.enter_context(_pipe_of(case, model))
         optimizer = optimizer_of(pipe)
         left = batches(case, model.devices[-1])
         synchronize()
@@ -76,7 +73,22 @@ def in_pipe(case: Case, first: Found | None = None) -> Found:
     return found
 
 
-def _step_of_pipe(case: Case, k: int, pipe: Pipe, batch: Batch, found: Found) -> None:
+def _pipe_of(case: Case, model: Model) -> Any:
+    options: Any = {
+        "devices": model.devices, "deferred_batch_norm": case.deferred, "timeout": 60,
+    }  # fmt: skip
+    if is_in_place(case):
+        cuts = [str(k) for k in itertools.accumulate(model.balance[:-1])]
+        return pipeline(model.layers, cuts, **options)
+    return Pipe(model.layers, model.balance, **options)
+
+
+def is_in_place(case: Case) -> bool:
+    """Whether the pipe is one of any model: an ``nn.Sequential`` takes one value, and no skips."""
+    return case.in_place and not case.several and not case.skips
+
+
+def _step_of_pipe(case: Case, k: int, pipe: Any, batch: Batch, found: Found) -> None:
     step = case.steps[k]
     pipe.chunks, pipe.checkpoint = chunks_of(case, step), step.checkpoint
     pipe.train(step.training and step.how != "evaluation")
@@ -95,11 +107,25 @@ def _step_of_pipe(case: Case, k: int, pipe: Pipe, batch: Batch, found: Found) ->
 
     def whole() -> Tensor:
         args, kwargs = batch.arguments(case, step)
+        target, loss_fn = batch.target, functools.partial(loss_of, batch.always)
+        options: Any = {"loss_fn": loss_fn, "target": target}
+        ready = step.ready and not case.several
+        parts = parts_of(case, step)
+        if step.function and is_in_place(case):
+            args, options = ((*args, target),), {"step": _function(pipe.module, loss_fn)}
+            if ready:
+                args = ()
+                options["microbatches"] = [
+                    (*batch.arguments(case, step, part)[0], target[part]) for part in parts
+                ]
+        elif ready:
+            args = ()
+            options["target"] = [target[part] for part in parts]
+            options["microbatches"] = [batch.arguments(case, step, part)[0] for part in parts]
         with precision(case):
             loss: Tensor = pipe.forward_backward(
-                *args, loss_fn=functools.partial(loss_of, batch.always), target=batch.target,
-                schedule=schedule, reduction="sum", denominator=denominator,
-                loss_scale=batch.loss_scale, **kwargs,
+                *args, schedule=schedule, reduction="sum", denominator=denominator,
+                loss_scale=batch.loss_scale, **options, **kwargs,
             )  # fmt: skip
         return loss
 
@@ -121,6 +147,16 @@ def _step_of_pipe(case: Case, k: int, pipe: Pipe, batch: Batch, found: Found) ->
             found.buffers[k] = [buffer.clone() for buffer in pipe.buffers()]
     if seen is not None and k not in found.buffers:
         assert str(seen.report())
+
+
+def _function(model: nn.Module, loss_fn: Any) -> Any:
+    def function(microbatch: tuple[Tensor, Tensor]) -> Tensor:
+        x, target = microbatch
+        y = model(x)
+        loss: Tensor = loss_fn(y, target.to(y.device))
+        return loss
+
+    return function
 
 
 def fill(module: nn.Module, buffers: list[Tensor]) -> None:

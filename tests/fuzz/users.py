@@ -22,10 +22,11 @@ from tests.fuzz.case import Case, Step
 
 __all__ = [
     "Batch", "Found", "allocate", "batches", "chunks_of", "circumstances", "clear_up", "count_of",
-    "keep", "loss_of", "take",
+    "keep", "loss_of", "parts_of", "take",
 ]  # fmt: skip
 
 GPUS = 4
+SCHEDULES = ("gpipe", "1f1b", "zb-h1", "zb-h2", "interleaved", "own order")
 
 
 @dataclass
@@ -112,6 +113,15 @@ def batches(case: Case, last: str | None) -> list[Batch]:
 def rows_of(case: Case, step: Step) -> int:
     """Returns the number of rows of a step; BatchNorm needs two."""
     return max(step.rows, 2) if "batch norm" in case.units else step.rows
+
+
+def parts_of(case: Case, step: Step) -> list[slice]:
+    """Returns the rows of each micro-batch that is ready: of different sizes, but for BatchNorm."""
+    rows = rows_of(case, step)
+    if "batch norm" not in case.units:
+        return [slice(0, 1), slice(1, rows)][: min(2, rows)]
+    split = torch.arange(rows).tensor_split(chunks_of(case, step))
+    return [slice(int(part[0]), int(part[-1]) + 1) for part in split]
 
 
 def chunks_of(case: Case, step: Step) -> int:
@@ -212,7 +222,7 @@ def take(
             before_backward()
             keep(found, "output", y)
         return
-    if step.how in ("gpipe", "1f1b", "interleaved", "own order"):
+    if step.how in SCHEDULES:
         keep(found, "loss", whole().detach())
     elif step.how == "two threads":
         _two_users(step, batch, forward, whole, at_once)
