@@ -367,3 +367,11 @@ def test_a_tensor_that_several_gpus_use_gets_the_same_bits_in_each_step() -> Non
             pipe.forward_backward(x, loss_fn=lambda y, _: y.square().sum())
         found.add(tuple(str(p.grad.tolist()) for p in model.parameters() if p.grad is not None))
     assert len(found) == 1
+
+
+def test_arguments_may_be_on_a_gpu_though_the_model_is_on_the_cpu() -> None:
+    model, x = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), torch.randn(4, 3)
+    expected = model(x)
+    for cuts in ([], ["1"]):
+        with pipert.pipeline(model, cuts, devices=["cpu"] * (1 + len(cuts)), chunks=2) as pipe:
+            torch.testing.assert_close(pipe(x.cuda()), expected)

@@ -84,8 +84,12 @@ def _pipe_of(case: Case, model: Model) -> Any:
 
 
 def is_in_place(case: Case) -> bool:
-    """Whether the pipe is one of any model: an ``nn.Sequential`` takes one value, and no skips."""
-    return case.in_place and not case.several and not case.skips
+    """Whether the pipe is one of any model: an ``nn.Sequential`` takes one value, and no skips.
+
+    What works in place on its input, and pipes inside, are refused there (docs/contract.md).
+    """
+    refused = any("in place" in unit or unit == "pipe" for unit in case.units)
+    return case.in_place and not case.several and not case.skips and not refused
 
 
 def _step_of_pipe(case: Case, k: int, pipe: Any, batch: Batch, found: Found) -> None:
@@ -190,8 +194,7 @@ def precision(case: Case) -> Iterator[None]:
 @contextlib.contextmanager
 def armed(case: Case, step: Step, module: nn.Module) -> Iterator[None]:
     """Makes the first fragile layer fail as the step says."""
-    layers: Any = module
-    fragile = next((layer for layer in layers if isinstance(layer, Fragile)), None)
+    fragile = next((layer for layer in module.modules() if isinstance(layer, Fragile)), None)
     if fragile is None or step.fault is None:
         yield
         return
