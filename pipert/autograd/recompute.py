@@ -193,6 +193,7 @@ class Recomputation:
             nonlocal xs
             value = self.fresh(begin)
             xs = edges_of(differentiable(value)[0])
+            self._began = node_count()  # without the nodes of leaves
             return value
 
         def leave(y: Value) -> None:

@@ -230,6 +230,7 @@ def test_one_with_the_same_kernel_is_right(backends: Any, cast: bool, any_model:
     torch.testing.assert_close(found, expected, **tolerance)
 
 
+@pytest.mark.layered  # in a pipe of any model the graph of the forward stays
 @whole
 def test_other_kernels_are_right_where_nothing_attends_or_the_graph_is_made_again(
     any_model: bool,
