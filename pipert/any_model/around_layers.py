@@ -25,7 +25,7 @@ from pipert.any_model.map_tensors import map_tensors
 from pipert.any_model.microbatch_graph import MicroBatchGraph
 from pipert.any_model.model_layers import ModelLayer, ModelLayers
 from pipert.any_model.parameter_copies import ParameterCopies
-from pipert.any_model.shared_state import Inspection, SharedState
+from pipert.any_model.shared_state import Inspection
 from pipert.any_model.tensor_copies import TensorCopies
 from pipert.autograd.order import begin_numbers
 from pipert.layers.batchnorm import PartitionStats
@@ -53,7 +53,6 @@ class ModelRun:
     step: Step | None
     stats: PartitionStats | None
     """The deferred statistics of the whole model, if any. One worker notes each layer's."""
-    shared_state: SharedState
     draws: bool = False
     """Whether any layer might draw random numbers; in which partition it will is unknown."""
     graphs: dict[int, MicroBatchGraph] = field(default_factory=dict)
@@ -96,7 +95,6 @@ class ModelRun:
     def clear(self) -> None:
         """Forget all micro-batches."""
         self.inspection = None
-        self.shared_state.end_run(self.run.number)
         self.graphs.clear()
         self.checkpointed.clear()
 
@@ -232,7 +230,7 @@ class AroundLayers:
         shared, stage = self._model_run, self._stage
         self._called += 1
         if shared.inspection is not None:
-            shared.inspection.note_call(layer.module, stage.place.j)
+            shared.inspection.note_call(layer.module)
         if shared.called_in.setdefault(layer.module, stage.place.j) != stage.place.j:
             shared.refuse_shared_norms(layer, stage.place.j)
         if shared.parameters.is_needed:
@@ -241,7 +239,7 @@ class AroundLayers:
                 for used in (layer, *filter(None, map(shared.layers.get, given))):
                     shared.layers.move_on_first_call(used, stage)
                     if shared.inspection is not None:  # of changes, which a move is not
-                        shared.inspection.note_call(used.module, stage.place.j)
+                        shared.inspection.note_call(used.module)
             call = shared.parameters.wrap(stage, self._i, [layer.module, *given], call)
         around = self._drawing_of_call() if shared.draws else None
         # What works in place, in torch.utils.checkpoint or in a transform, keeps what it saves.

@@ -54,7 +54,7 @@ class AnyModel:
         self._refuse_changes()
         self.layers.refuse_moved(run.devices)
         whole = None if stats is None else stats.partitions[0]
-        model_run = ModelRun(run, self.module, self.layers, step, whole, self._shared)
+        model_run = ModelRun(run, self.module, self.layers, step, whole)
         actions = ModelActions(model_run, self.threads)
         stages = assemble(run, self._model, inputs, step, None, actions.table())
         for stage in stages:
@@ -66,7 +66,7 @@ class AnyModel:
         run.seed.draw()  # the model's own code may draw
         several = run.plan.m > 1 and run.plan.n > 1
         has_graph = run.context.grad_enabled
-        model_run.inspection = self._shared.begin_run(run.number, several, has_graph)
+        model_run.inspection = self._shared.begin_run(several, has_graph)
         run.at_end = actions.finish
         return stages
 

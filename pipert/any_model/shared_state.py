@@ -6,9 +6,9 @@ Reads of attributes cannot be observed. So the first micro-batch shows what is s
 cut, the others compare it with what they find at their cuts, and at the end of the run a warning
 names what differed.
 
-In-place changes of parameters and buffers are told by versions. Those of layers that another
-partition calls are refused: nobody else is in these layers while the first micro-batch is on its
-way to them, or the last one has left them, unless another run of the pipe is under way.
+In-place changes of parameters and buffers are told by versions. If the first micro-batch changes
+those of a layer that nobody has called yet, and another one does again, that is refused, unless
+several threads call the pipe, whose runs would change them as well.
 
 Other changes of tensors in place are not detected, nor are those by way of ``.data``, those inside
 objects other than lists, tuples, dicts and sets, or inside those with more than a thousand items.
@@ -19,12 +19,13 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Iterable, Iterator
+from threading import get_ident
 from typing import Any
 
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from pipert._torch import WithoutFunctions, forward_pre_hooks
+from pipert._torch import NormBase, WithoutFunctions, forward_pre_hooks
 from pipert.any_model.boundary_tensors import memory_of
 from pipert.any_model.fingerprints import fingerprint, items_of
 from pipert.batch.tensors import version
@@ -56,27 +57,21 @@ class SharedState:
         self.homes = {part: j for j, inside in enumerate(layers) for part in modules_of(inside)}
         self.warned: set[_Key] = set()
         self._runs = 0
-        self._under_way: set[int] = set()
-        self._latest = 0
+        self._callers = set[int]()
 
-    def begin_run(self, number: int, several: bool, has_graph: bool) -> Inspection | None:
+    def begin_run(self, several: bool, has_graph: bool) -> Inspection | None:
         """Return an inspection of the run that begins, if it is to have one.
 
         It has only if ``several`` micro-batches and partitions are at work at once.
         """
-        self._under_way.add(number)
-        self._latest = number
+        self._callers.add(get_ident())
         self._runs += several
         is_due = several and self._runs & (self._runs - 1) == 0
-        return Inspection(self, number, has_graph) if is_due else None
+        return Inspection(self, has_graph) if is_due else None
 
-    def end_run(self, number: int) -> None:
-        """Note that a run is over."""
-        self._under_way.discard(number)
-
-    def has_only(self, number: int) -> bool:
-        """Whether a run is the only one under way, and has been since it began."""
-        return self._under_way == {number} and self._latest == number
+    def has_one_caller(self) -> bool:
+        """Whether all runs so far have been called by one thread."""
+        return len(self._callers) == 1
 
     def warn(self, found: list[_Key]) -> None:
         """Warn about ``found``, once."""
@@ -116,33 +111,28 @@ class SharedState:
 class Inspection:
     """Compares what the micro-batches of one run set on modules. Used by the run's threads."""
 
-    def __init__(self, shared: SharedState, number: int, has_graph: bool) -> None:
+    def __init__(self, shared: SharedState, has_graph: bool) -> None:
         self._shared = shared
-        self._number = number
-        self._refuses = has_graph and shared.has_only(number)
-        self._called: dict[nn.Module, int] = {}  # in layers, each with the last partition
-        self._marks: dict[int, dict[_Key, Any]] = {}  # when a micro-batch began its partition
+        self._has_graph = has_graph
+        self._called = set[nn.Module]()  # in layers
+        self._marks: dict[_Key, Any] = {}  # when the first micro-batch began its partition
         self._changed: dict[_Key, Any] = {}  # tensors, with their marks
         self._before: dict[_Key, Any] = {}
         self._set: dict[_Key, Any] = {}  # by the first micro-batch, with fingerprints
         self._set_again: dict[_Key, None] = {}  # by other micro-batches
 
     def begin(self, i: int, place: Place) -> None:
-        """Note the state before the first micro-batch or the last one runs a partition."""
-        if i in (0, place.m - 1):
-            self._marks[i] = _marks(self._shared.module)
+        """Note the state before the first micro-batch runs a partition that ends at a cut."""
         if i == 0 and not place.is_last:
+            self._marks = _marks(self._shared.module)
             self._before = self._state(place.j)
 
-    def note_call(self, layer: nn.Module, j: int) -> None:
-        """Note that partition ``j`` is about to call ``layer``."""
-        for module in modules_of(layer):
-            self._called[module] = max(j, self._called.get(module, j))
+    def note_call(self, layer: nn.Module) -> None:
+        """Note that ``layer`` is about to be called."""
+        self._called.update(modules_of(layer))
 
     def end(self, i: int, place: Place) -> None:
         """Note what is set when a micro-batch arrives at a cut or its end."""
-        if i == 0 and not place.is_last or i == place.m - 1 and place.j > 0:
-            self._note_changed_tensors(i, place.j)
         if i > 0:
             self._compare()
             if place.is_last and i == place.m - 1:
@@ -150,19 +140,11 @@ class Inspection:
         elif not place.is_last:
             self._note_changes(place.j)
 
-    def _note_changed_tensors(self, i: int, j: int) -> None:
-        """Note changed tensors of modules that partition ``j`` has not called.
-
-        Later partitions may call those that the first micro-batch finds changed.
-        """
-        before = self._marks.pop(i)
-        for key, now in _marks(self._shared.module).items():
-            if before.get(key, now) != now:
-                called = self._called.get(key[0], -1)
-                if called < 0 if i == 0 else 0 <= called < j:
-                    self._changed.setdefault(key, now)
-
     def _note_changes(self, j: int) -> None:
+        marks, self._marks = self._marks, {}
+        for key, now in _marks(self._shared.module).items():
+            if marks.get(key, now) != now and key[0] not in self._called:
+                self._changed.setdefault(key, now)
         before, self._before = self._before, {}
         state = self._state(j)
         for key in before.keys() | state.keys():
@@ -184,13 +166,12 @@ class Inspection:
         Raises:
             RuntimeError: tensors of layers that another partition calls have been changed.
         """
-        in_layers = [key for key in self._changed if key[0] in self._called]
-        if in_layers and self._refuses and self._shared.has_only(self._number):
-            self._shared.refuse(in_layers)
         now = _marks(self._shared.module)
-        for key, first in self._changed.items():
-            if key[0] not in self._called and now.get(key) != first:
-                self._set_again[key] = None
+        again = [key for key, first in self._changed.items() if now.get(key) != first]
+        in_layers = [key for key in again if key[0] in self._called]
+        if in_layers and self._has_graph and self._shared.has_one_caller():
+            self._shared.refuse(in_layers)
+        self._set_again.update((key, None) for key in again if key[0] not in self._called)
         found = [key for key in self._found() if key not in self._shared.warned]
         if found:
             self._shared.warn(found)
@@ -220,11 +201,15 @@ class Inspection:
 
 
 def _marks(model: nn.Module) -> dict[_Key, Any]:
-    """Return the version and the memory of each parameter and buffer."""
+    """Return the version and the memory of each parameter and buffer.
+
+    Those of norms are left out, which count their batches wherever they are called.
+    """
     with WithoutFunctions():  # which would take copies
         return {
             (module, name): (version(tensor), memory_of(tensor))
             for module in modules_of(model)
+            if not isinstance(module, NormBase)
             for registry in (module._parameters, module._buffers)
             for name, found in items_of(registry)
             if (tensor := original_of(found)) is not None and not is_lazy(tensor)

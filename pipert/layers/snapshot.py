@@ -115,15 +115,17 @@ class Snapshot:
         """Refuse to fill in the graph of one kernel what another one has saved.
 
         Torch chooses the best of the kernels that are enabled. So ``F`` had the same if that is
-        enabled in both, and if all that were enabled in ``F`` still are.
+        enabled in both, and if all that were enabled in ``F`` still are. Else the number of nodes
+        tells, except under autocast, where casts may be others.
         """
         pairs = zip(SETTINGS, self._settings, map(operator.call, SETTINGS.values()), strict=True)
         changed = {name: new for name, old, new in pairs if old != new and name in KERNELS}
         new_ones = [name for name, is_enabled in changed.items() if is_enabled]
+        is_cast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+        differs = len(new_ones) < len(changed) and not has_same_nodes and not is_cast
         ends = [tensor.grad_fn for tensor in differentiable(y)[0] if tensor.grad_fn is not None]
         names = "".join([type(node).__name__ for node in leaves_behind(ends).nodes])
-        is_other = any(kernel in names for kernel in new_ones)
-        if is_other or len(new_ones) < len(changed) and not has_same_nodes:
+        if differs or any(kernel in names for kernel in new_ones):
             raise RecomputationError(
                 "a recomputation uses another kernel for attention than its forward, as "
                 "torch.nn.attention.sdpa_kernel is around one of them only; put loss.backward() "

@@ -33,7 +33,8 @@ def warn_of_whole_batches(layers: Iterable[tuple[str, nn.Module]]) -> None:
 
 
 def _why(layer: nn.Module) -> str:
-    if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.scale_grad_by_freq:
+    is_embedding = isinstance(layer, nn.Embedding | nn.EmbeddingBag)
+    if is_embedding and layer.scale_grad_by_freq and layer.weight.requires_grad:
         return "scale_grad_by_freq divides by the counts of its indices"
     if isinstance(layer, NormBase) and not isinstance(layer, BatchNorm):
         is_updated = layer.training and layer.track_running_stats
