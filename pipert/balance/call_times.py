@@ -103,7 +103,8 @@ def measure_calls(
             bytes that it saves and does not share with these.
         then: gets the model's output, and counts as its own code: a loss.
     """
-    gathering = Gathering(device)
+    brought: list[Tensor] = []
+    gathering = Gathering(device, brought)
     elsewhere = any(t.device != device for t in (*model.parameters(), *model.buffers()))
     with (
         unchanged(model, device),
@@ -112,7 +113,10 @@ def measure_calls(
         collecting_saved() as saved,
         keeping_parameters(model) as keeping,
     ):
-        calls = _Calls(layers, begins, device, gathering, keeping, measure, own_code, saved)
+        weights = storages([*model.parameters(), *model.buffers()])
+        calls = _Calls(
+            layers, begins, device, gathering, keeping, measure, own_code, saved, brought, weights
+        )
         with (
             intercepted(layers.values(), calls),
             gathering if elsewhere else contextlib.nullcontext(),
@@ -125,7 +129,7 @@ def measure_calls(
     return calls.found
 
 
-_FIRST = ""  # stands for the first block, until it begins
+_FIRST = "."  # stands for the first block, until it begins
 
 
 class _Calls(Generic[T]):
@@ -141,6 +145,8 @@ class _Calls(Generic[T]):
         measure: Callable[[Probe], tuple[T, Carried]],
         own_code: Callable[[float, int], T],
         saved: list[Tensor],
+        brought: list[Tensor],
+        weights: Mapping[int, int],
     ) -> None:
         self._names = {layer: name for name, layer in layers.items()}
         self._begins = begins
@@ -149,8 +155,9 @@ class _Calls(Generic[T]):
         self._measure, self._own_code = measure, own_code
         self._block = _FIRST
         self._began = 0.0
-        self._saved = saved
-        """By the model's own code since the last layer."""
+        self._saved, self._brought = saved, brought
+        """By the model's own code since the last layer, and for it from other devices."""
+        self._weights = weights
         self._known: Mapping[int, int] = {}
         """The storages of the last layer's output."""
         self.found: dict[str, list[T]] = {_FIRST: []}
@@ -158,13 +165,14 @@ class _Calls(Generic[T]):
     def begin_own_code(self, output: Value) -> None:
         """Start the clock behind a layer."""
         self._saved.clear()
+        self._brought.clear()
         self._known = storages(output)
         self._began = now(self._device)
 
     def end_own_code(self, inputs: Value) -> None:
         """Count what the model's own code has cost, before a layer gets ``inputs``."""
         seconds = now(self._device) - self._began
-        known = {*self._known, *storages(inputs)}
+        known = {*self._known, *self._weights, *storages(inputs), *storages(self._brought)}
         saved = sum(size for key, size in storages(self._saved).items() if key not in known)
         self.found[self._block].append(self._own_code(seconds, saved))
 

@@ -67,11 +67,11 @@ def order_of_calls(
 
 
 class Gathering(TorchFunctionMode):
-    """Brings the tensors of each operation to a device."""
+    """Brings the tensors of each operation to a device; may add their copies to a list."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, brought: list[Tensor] | None = None) -> None:
         super().__init__()
-        self._device = device
+        self._device, self._brought = device, brought
         self._is_paused = False
 
     @contextlib.contextmanager
@@ -89,7 +89,12 @@ class Gathering(TorchFunctionMode):
         return func(*args, **kwargs or {})
 
     def _bring(self, tensor: Tensor) -> Tensor:
-        return tensor if tensor.device == self._device else tensor.to(self._device)
+        if tensor.device == self._device:
+            return tensor
+        copy = tensor.to(self._device)
+        if self._brought is not None:
+            self._brought.append(copy)
+        return copy
 
 
 class _FirstCalls:

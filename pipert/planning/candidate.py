@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 __all__ = ["Candidate", "Candidates"]
@@ -65,13 +66,25 @@ def text_of(size: int) -> str:
     return f"{size / 2 ** (10 * power):.3g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
 
 
+Memory = float | str
+
+
+def limits_of(memory: Memory | Sequence[Memory], d: int) -> list[int]:
+    """Return the bytes that each of ``d`` devices may use."""
+    if isinstance(memory, (int, float, str)):
+        memory = [memory] * d
+    if len(memory) != d:
+        raise ValueError(f"memory must be one limit, or one for each of {d} devices, got {memory}")
+    return [*map(bytes_of, memory)]
+
+
 _UNITS = {"": 1, "B": 1, **{f"{k}B": 10 ** (3 * p) for p, k in enumerate("KMGT", 1)}}
 _UNITS |= {f"{k}IB": 2 ** (10 * p) for p, k in enumerate("KMGT", 1)}
 
 
-def bytes_of(memory: int | str) -> int:
+def bytes_of(memory: float | str) -> int:
     """Return a number of bytes, given as such or as a text such as ``'20GiB'``."""
-    match = re.fullmatch(r"\s*([\d.]+)\s*([A-Za-z]*)\s*", str(memory))
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([A-Za-z]*)\s*", str(memory))
     if match is None or match[2].upper() not in _UNITS:
         raise ValueError(f"memory is a number of bytes, or a text such as '20GiB', got {memory!r}")
     return int(float(match[1]) * _UNITS[match[2].upper()])

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from pipert._torch import storage_of
 from pipert._typing import Device, Value
 from pipert.any_model.argument_objects import objects_in, refuse_changes
 from pipert.autograd.engine import differentiate
@@ -19,7 +20,7 @@ from pipert.balance.by_time import now
 from pipert.balance.call_times import measure_calls
 from pipert.balance.probe import Probe, collecting_saved, probe_layers, storages
 from pipert.batch.microbatch import Arguments
-from pipert.batch.tensors import Carried, differentiable
+from pipert.batch.tensors import Carried, differentiable, tensors_of
 from pipert.skip.namespace import Key
 
 __all__: list[str] = []
@@ -69,7 +70,7 @@ class LayerCost(NamedTuple):
     popped: Mapping[Key, int] = {}
     """Of each skip that it pops, if its backward needs that; else 0."""
     kept: int = 0
-    """What stays of a recomputed micro-batch, if not only the input of its partition does."""
+    """What stays of a recomputed micro-batch, beside the input of its partition."""
 
 
 def layer_costs(module: nn.Sequential, value: Value, device: Device | None) -> list[LayerCost]:
@@ -91,16 +92,22 @@ def block_costs(
     Of a recomputed micro-batch the inputs of all layers stay, and what the model's own code saves.
     """
 
+    given: list[Value] = []  # the arguments of the last call, alive, since they are compared
+
     def measure(probe: Probe) -> tuple[LayerCost, Carried]:
         args, kwargs = probe.carried.value
+        shared = storages(given)  # such as a mask, which stays once for all layers
+        given[:] = [args, kwargs]
+        kept = sum(t.nbytes for t in tensors_of(given)[0] if storage_of(t) not in shared)
         objects = objects_in([*args, *kwargs.values()])
         probe.forward(probe.inputs())
         refuse_changes(objects)  # before it is called again
         cost, output = measured(probe)
-        return cost._replace(kept=cost.given), output
+        return cost._replace(kept=kept), output
 
     rounds = []
     for _ in range(1 + _ROUNDS):
+        given.clear()
         measured = _Measure()
         each = measure_calls(model, layers, begins, example, device, measure, _own_code, loss)
         rounds.append(each)

@@ -41,7 +41,7 @@ class PartitionCost(NamedTuple):
     put_off: int
     given: int
     kept: int
-    """What stays of a recomputed micro-batch, if that is more than its input."""
+    """What stays of a recomputed micro-batch, its input included."""
     sent: int
     """Of its output."""
     saved: int
@@ -92,7 +92,7 @@ class PartitionCost(NamedTuple):
             largest=max(layer.largest for layer in layers),
             put_off=sum(layer.put_off for layer in layers),
             given=_given(layers),
-            kept=sum(layer.kept for layer in layers),
+            kept=_kept(layers),
             sent=sent,
             unsaved=unsaved,
             saved=saved[-1],
@@ -104,6 +104,11 @@ class PartitionCost(NamedTuple):
             backward_peak=peaks[0],
             split_peak=peaks[1],
         )
+
+
+def _kept(layers: Sequence[LayerCost]) -> int:
+    first = next((k for k, layer in enumerate(layers) if layer.given), 0)
+    return _given(layers) + sum(layer.kept for k, layer in enumerate(layers) if k != first)
 
 
 def _given(layers: Sequence[LayerCost]) -> int:
@@ -180,8 +185,10 @@ class _Tasks:
         ]
         """For each partition, where the skips that it pops come from, all their bytes, and those
         that are not saved there."""
+        # A model that is cut may give more to a layer than the output of the one before.
         self._inputs = [
-            [(j - 1, costs[j - 1].sent, costs[j - 1].unsaved)] * (j > 0) + skips
+            [(j - 1, max(costs[j - 1].sent, costs[j].given), costs[j - 1].unsaved)] * (j > 0)
+            + skips
             for j, skips in enumerate(self._skips)
         ]
         self._given = [

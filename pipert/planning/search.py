@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate, chain, pairwise, product
 from typing import Any, NamedTuple
@@ -9,18 +10,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from pipert._torch import NormBase
 from pipert._typing import Device, Value
 from pipert.balance.by_calls import find_blocks
 from pipert.balance.by_cost import balance_by_cost, check_partitions
 from pipert.balance.by_time import now
-from pipert.balance.probe import as_arguments, copied, micro_batches
+from pipert.balance.probe import as_arguments, copied, measuring_device, micro_batches
 from pipert.batch.microbatch import arguments_of
 from pipert.batch.tensors import tensors_of
 from pipert.model.calls import settled
 from pipert.model.devices import parse_devices, where_tensors_are
 from pipert.model.settings import check_chunks
 from pipert.model.split import check_module, is_sequential
-from pipert.planning.candidate import Candidate, Candidates, bytes_of, text_of
+from pipert.planning.candidate import Candidate, Candidates, Memory, limits_of, text_of
 from pipert.planning.layer_costs import LayerCost, block_costs, layer_costs
 from pipert.planning.memory import PartitionCost, peaks
 from pipert.schedules.action import BACKWARD, FORWARD, RECOMPUTE, WEIGHT, Action
@@ -36,7 +38,7 @@ def plan_for(
     model: nn.Module,
     example: Value,
     *,
-    memory: int | str | Sequence[int | str],
+    memory: Memory | Sequence[Memory],
     loss_fn: Callable[..., Tensor] | None = None,
     target: Value = None,
     devices: Iterable[Device] | None = None,
@@ -66,7 +68,7 @@ def plan_for(
         devices: the devices to use, each once, or ``'cpu'`` for each logical CPU device; layers are
             measured on the first. Default: the CUDA devices in order, or one CPU.
         chunks: the numbers of micro-batches to try. Default: one, two, four and eight times the
-            number of devices, as far as there are rows.
+            number of devices, as far as there are rows, two of each if there are statistics.
         param_scale: the memory of a trained parameter with its gradient and the optimizer's state,
             relative to that of the parameter alone: 2 for SGD, 3 with momentum, 4 for Adam.
         best: how many candidates to return, at most.
@@ -83,18 +85,26 @@ def plan_for(
     """
     if param_scale < 2:
         raise ValueError(f"param_scale is 2 with gradients alone, or more, got {param_scale}")
+    if best < 1:
+        raise ValueError(f"best must be 1 or more, got {best}")
     names = _names(devices)
     where = where_tensors_are(parse_devices(names))
-    limits = [bytes_of(each) for each in _each(memory, len(names))]
+    limits = limits_of(memory, len(names))
     if isinstance(loss_fn, nn.Module):  # with class weights, perhaps
         loss_fn = copied(loss_fn, where[0])
-    measure = _of_layers if is_sequential(model) else _of_model
-    costs_for, begins = measure(model, example, loss_fn, target, len(names), where[0])
+    prepare = _of_layers
+    if not is_sequential(model):
+        prepare, example = _of_model, arguments_of(example)
+    costs_for, begins = prepare(model, example, loss_fn, target, len(names), where[0])
     rows = min([len(tensor) for tensor in tensors_of(example)[0] if tensor.dim()], default=1)
+    if any(isinstance(module, NormBase) and module.training for module in model.modules()):
+        rows //= 2  # statistics need two
     tried = chunks or [k * len(names) for k in (1, 2, 4, 8) if k * len(names) <= rows] or [1]
+    # Several numbers of chunks may make the same micro-batches.
+    different = {len(micro_batches(example, m)): m for m in map(check_chunks, tried)}
     sizes = [sum(tensor.nbytes for tensor in tensors_of(x)[0]) for x in (example, target)]
     search = _Search(names, where, begins, param_scale, sizes)
-    found = [each for m in map(check_chunks, tried) for each in search.candidates(*costs_for(m))]
+    found = [each for m in different for each in search.candidates(costs_for(m), m)]
     fit = [each for each in found if all(a <= b for a, b in zip(each.peaks, limits, strict=True))]
     if not fit:
         raise ValueError(_what_is_missing(found, limits, names))
@@ -102,27 +112,25 @@ def plan_for(
     return Candidates(fastest[:best])
 
 
-_Measured = tuple[Callable[[int], tuple[list[list[LayerCost]], int]], list[str] | None]
-"""A function that returns, for a number of chunks, the costs of blocks and the number of
-micro-batches; and the names of the modules with which the blocks begin, if they are no layers."""
+_Measured = tuple[Callable[[int], list[list[LayerCost]]], list[str] | None]
+"""A function that returns the costs of blocks for a number of micro-batches; and the names of the
+modules with which the blocks begin, if they are no layers."""
 
 
 def _of_layers(
-    module: Any, example: Value, loss_fn: LossFn, target: Value, d: int, where: torch.device
+    model: Any, example: Value, loss_fn: LossFn, target: Value, d: int, where: torch.device
 ) -> _Measured:
-    check_module(module)
-    check_partitions(d, len(module))
+    check_module(model)
+    check_partitions(d, len(model))
 
-    def costs_for(chunks: int) -> tuple[list[list[LayerCost]], int]:
-        value, *others = micro_batches(example, chunks)
+    def costs_for(m: int) -> list[list[LayerCost]]:
+        value = micro_batches(example, m)[0]
         if loss_fn is None:
-            found = [[cost] for cost in layer_costs(module, value, where)]
-        else:  # as a layer, which stays with the last one
-            loss = _Loss(loss_fn, _first(target, chunks, where))
-            *layers, last = layer_costs(nn.Sequential(*module, loss), value, where)
-            found = [[cost] for cost in layers]
-            found[-1].append(last)
-        return found, 1 + len(others)
+            return [[cost] for cost in layer_costs(model, value, where)]
+        # As a layer, which stays with the last one.
+        named = [*model._modules.items(), ("loss_fn", _Loss(loss_fn, _first(target, m, where)))]
+        *layers, last = layer_costs(nn.Sequential(OrderedDict(named)), value, where)
+        return [*([cost] for cost in layers[:-1]), [layers[-1], last]]
 
     return costs_for, None
 
@@ -130,34 +138,36 @@ def _of_layers(
 def _of_model(
     model: nn.Module, example: Value, loss_fn: LossFn, target: Value, d: int, where: torch.device
 ) -> _Measured:
-    arguments = arguments_of(example)
-    first = as_arguments(micro_batches(arguments, d)[0])
-    layers, begins = find_blocks(model, d, first, where, 2)
+    measuring_device(where, model)  # refuses parameters without values
+    layers, begins = {"": model}, [""]
+    if d > 1:
+        first = as_arguments(micro_batches(example, d)[0])
+        layers, begins = find_blocks(model, d, first, where, 2)
 
-    def costs_for(chunks: int) -> tuple[list[list[LayerCost]], int]:
-        value, *others = micro_batches(arguments, chunks)
-        aim = _first(target, chunks, where)
+    def costs_for(m: int) -> list[list[LayerCost]]:
+        value, aim = as_arguments(micro_batches(example, m)[0]), _first(target, m, where)
 
         def loss(output: Value) -> Value:
             return output if loss_fn is None else loss_fn(output, aim)
 
-        return block_costs(
-            model, layers, begins, as_arguments(value), where, loss
-        ), 1 + len(others)
+        return block_costs(model, layers, begins, value, where, loss)
 
     return costs_for, begins
 
 
-def _first(target: Value, chunks: int, where: torch.device) -> Value:
+def _first(target: Value, m: int, where: torch.device) -> Value:
     """Return the target of the first micro-batch."""
-    return None if target is None else settled(micro_batches(target, chunks)[0], where)
+    return None if target is None else settled(micro_batches(target, m)[0], where)
 
 
 def _names(devices: Iterable[Device] | None) -> list[str]:
     """Return each device's name; logical CPU devices get a number, as they may be named twice."""
     if devices is None:
         return [f"cuda:{k}" for k in range(torch.cuda.device_count())] or ["cpu:0"]
-    names = [f"cpu:{k}" if name == "cpu" else name for k, name in enumerate(map(str, devices))]
+    parsed = map(str, parse_devices(devices))
+    names = [f"cpu:{k}" if name == "cpu" else name for k, name in enumerate(parsed)]
+    if not names:
+        raise ValueError("devices must name one device or more, got none")
     if len(set(names)) < len(names):
         raise ValueError(f"each device is named once, got {names}")
     return names
@@ -263,14 +273,6 @@ def _copy_times(
                 seconds = now(target) - begin
         times[j, j + 1] = times[j + 1, j] = seconds
     return lambda j, to: times[j, to]
-
-
-def _each(memory: int | str | Sequence[int | str], d: int) -> list[int | str]:
-    if isinstance(memory, (int, str)):
-        return [memory] * d
-    if len(memory) != d:
-        raise ValueError(f"memory must be one limit, or one for each of {d} devices, got {memory}")
-    return [*memory]
 
 
 def _what_is_missing(

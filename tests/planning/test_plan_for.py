@@ -126,7 +126,38 @@ def test_other_texts_are_refused(memory: str) -> None:
         plan_for(layers(), torch.randn(8, 16), memory=memory, devices=CPUS)
 
 
+def test_statistics_get_two_rows_or_more() -> None:
+    module = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 16))
+    options: Any = {"memory": "1GiB", "devices": CPUS, "best": 1000}
+    assert {each.chunks for each in plan_for(module, torch.randn(8, 16), **options)} == {2, 4}
+    found = plan_for(module.eval(), torch.randn(8, 16), **options)
+    assert {each.chunks for each in found} == {2, 4, 8}
+
+
+def test_numbers_of_chunks_that_make_the_same_micro_batches_are_tried_once() -> None:
+    options: Any = {"memory": "1GiB", "devices": CPUS, "best": 1000}
+    once = plan_for(layers(), torch.randn(8, 16), chunks=[8], **options)
+    assert len(plan_for(layers(), torch.randn(8, 16), chunks=[8, 16, 32], **options)) == len(once)
+
+
+def test_an_error_names_the_layer_though_there_is_a_loss() -> None:
+    module = nn.Sequential()
+    module.add_module("good", nn.Linear(16, 16))
+    module.add_module("bad", nn.Linear(3, 16))
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as raised:
+        plan_for(module, torch.randn(8, 16), memory=1e9, loss_fn=square, devices=CPUS)
+    assert any("layer 'bad'" in note for note in raised.value.__notes__)
+
+
 def test_other_bad_arguments_are_refused() -> None:
+    bad: list[tuple[dict[str, Any], str]] = [
+        ({"devices": []}, "one device or more"), ({"best": 0}, "best must be 1 or more"),
+        ({"memory": "1.5.2GiB"}, "or a text such as"),
+    ]  # fmt: skip
+    for options, why in bad:
+        every: dict[str, Any] = {"memory": 1, "devices": CPUS, **options}
+        with pytest.raises(ValueError, match=why):
+            plan_for(layers(), torch.randn(8, 16), **every)
     with pytest.raises(ValueError, match="one for each of 2 devices"):
         plan_for(layers(), torch.randn(8, 16), memory=[1, 2, 3], devices=CPUS)
     with pytest.raises(ValueError, match="each device is named once"):

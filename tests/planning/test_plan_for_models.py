@@ -138,6 +138,40 @@ def test_what_own_code_saves_counts_once() -> None:
     assert own.kept == own.forward_extra == own.saved
 
 
+class Masked(nn.Module):
+    """Gives all layers one mask, and multiplies by a weight of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (Masks() for _ in range(3))
+        self.head = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.ones(100, WIDTH)[: len(x)]
+        for layer in (self.a, self.b, self.c):
+            x = layer(x, mask)
+        return x @ self.head
+
+
+class Masks(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x) * mask
+
+
+def test_what_all_layers_share_is_kept_once_and_weights_are_kept_anyway() -> None:
+    model, row = Masked(), 4 * WIDTH
+    example = Arguments((torch.randn(8, WIDTH),))
+    layers = {name: model.get_submodule(name) for name in "abc"}
+    found = block_costs(model, layers, [*"abc"], example, CPU, lambda y: y)
+    (_, _, a, _), (b, _), (c, own) = found
+    assert a.given == b.given == (8 + 8) * row
+    assert b.kept == c.kept == 8 * row and own.saved == 0  # the last output is known
+    assert PartitionCost.of([*found[1], *found[2]]).kept == (8 + 8 + 8) * row
+
+
 def test_tied_parameters_count_once() -> None:
     model = Model(2)
     first_linear, second_linear = (model.get_submodule(f"blocks.{k}.0") for k in (0, 1))
@@ -171,6 +205,21 @@ def test_a_layer_that_changes_its_argument_is_refused() -> None:
     with pytest.raises(RuntimeError, match=why) as raised:
         plan_for(Decoder(), torch.randn(8, 3), memory="1GiB", devices=["cpu", "cpu"])
     assert any("layers.0" in note for note in raised.value.__notes__)
+
+
+def test_one_device_needs_no_blocks() -> None:
+    (found, *_) = plan_for(nn.Linear(3, 3), torch.randn(8, 3), memory=1e9, devices=["cpu"])
+    assert found.cuts == () and found.balance == (1,)
+
+
+def test_parameters_without_values_are_refused() -> None:
+    options: Any = {"memory": "1GiB", "devices": ["cpu", "cpu"]}
+    with pytest.raises(ValueError, match="the module is on 'meta' and cannot be measured"):
+        plan_for(Model().to("meta"), batch(), **options)
+    model = Model()
+    model.blocks[1] = nn.LazyLinear(WIDTH)
+    with pytest.raises(ValueError, match="'blocks.1.weight' is not initialised"):
+        plan_for(model, batch(), **options)
 
 
 def test_more_devices_than_blocks_and_pipes_are_refused() -> None:
