@@ -47,7 +47,11 @@ def _forget() -> Iterator[None]:
 def peaks(
     gpus: Simulation, subject: Subject, n: int, m: int, way: str, mode: str
 ) -> list[int]:
-    """Returns the peak of each device in one step, at whose start no ``.grad`` exists."""
+    """Returns the peak of each device in one step, at whose start no ``.grad`` exists.
+
+    What other tests have left on the devices does not count.
+    """
+    before = [gpus.live_bytes(j) for j in range(n)]
     x, target = subject.batch(m, n)
     model, devices = copy.deepcopy(subject.model), [f"cuda:{j}" for j in range(n)]
     with Pipe(model, even(len(model), n), devices=devices, chunks=m, checkpoint=mode) as pipe:
@@ -58,7 +62,7 @@ def peaks(
                 torch.autograd.backward(subject.loss_fn(pipe(x), target))
             else:
                 pipe.forward_backward(x, target=target, loss_fn=subject.loss_fn, schedule=way)
-            return [gpus.peak_bytes(j) for j in range(n)]
+            return [gpus.peak_bytes(j) - before[j] for j in range(n)]
 
 
 def wrongs(gpus: Simulation, name: str, n: int, way: str, mode: str) -> list[str]:
