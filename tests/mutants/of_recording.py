@@ -107,7 +107,7 @@ MUTANTS = [
     Mutant(
         "forward-by-the-process", "pipert/stage/actions.py", "the device's clock for a forward",
         "with notifier.recorded(Action(FORWARD, i, j), device):",
-        'with notifier.recorded(Action(FORWARD, i, j), torch.device("cpu")):',
+        'with notifier.recorded(Action(FORWARD, i, j), __import__("torch").device("cpu")):',
     ),
     Mutant(
         "step-backward-by-the-process", STEP, "the device's clock for a backward of a step",
