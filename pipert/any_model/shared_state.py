@@ -23,9 +23,8 @@ from threading import get_ident
 from typing import Any
 
 from torch import nn
-from torch.nn.parameter import is_lazy
 
-from pipert._torch import NormBase, WithoutFunctions, forward_pre_hooks
+from pipert._torch import NormBase, WithoutFunctions, forward_pre_hooks, is_lazy
 from pipert.any_model.boundary_tensors import memory_of
 from pipert.any_model.fingerprints import fingerprint, items_of
 from pipert.batch.tensors import version

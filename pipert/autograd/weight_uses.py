@@ -158,7 +158,7 @@ def _saved_input(node: Any, name: str, weight: Tensor) -> Tensor | None:
     x: Any = None
     unpack = saved.unpack_hook
     if unpack is None:
-        x = saved.unpack().detach()
+        x = getattr(node, f"_saved_{name}").detach()
     elif isinstance(getattr(unpack, "__self__", None), Checkpoint):
         x = unpack.__self__.peek(saved.data)
     is_beside = type(x) in (Tensor, nn.Parameter) and x.device == weight.device

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from pipert._torch import pytree
 from pipert._typing import Value
 from pipert.batch.hidden import REMEDY, has_rows, hides
 from pipert.batch.tensors import describe, tensors_of

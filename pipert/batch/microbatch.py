@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from pipert._torch import pytree
 from pipert._typing import Value
 from pipert.batch.hidden import REMEDY, has_rows, hides
 from pipert.batch.trees import flatten, is_whole, path_of

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from pipert._torch import pytree
 from pipert._typing import Tensors, Value
 from pipert.batch.trees import ORDINARY, flatten
 

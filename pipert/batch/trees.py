@@ -9,6 +9,7 @@ instead, a mapping is replaced by a node of pipert's own type before it is flatt
 
 from __future__ import annotations
 
+import contextlib
 from collections import UserDict
 from collections.abc import Callable, Iterable
 from copy import copy
@@ -18,9 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils import _pytree as pytree
 
+from pipert._torch import pytree
 from pipert._typing import Value
+from pipert.errors import UnsupportedTorchError
 
 __all__: list[str] = []
 
@@ -118,12 +120,13 @@ def _with_keys(node: _MappingNode) -> Any:
     return list(zip(keys, node.children, strict=True)), node.keys
 
 
-pytree.register_pytree_node(
-    _MappingNode,
-    lambda node: (node.children, node.keys),
-    _rebuilt,
-    flatten_with_keys_fn=_with_keys,
-)
+with contextlib.suppress(UnsupportedTorchError):  # raised again when a pipe is made
+    pytree.register_pytree_node(
+        _MappingNode,
+        lambda node: (node.children, node.keys),
+        _rebuilt,
+        flatten_with_keys_fn=_with_keys,
+    )
 
 
 def _is_mapping(leaf: Any) -> bool:

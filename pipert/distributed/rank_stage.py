@@ -20,7 +20,7 @@ from pipert._typing import Tensors
 from pipert.distributed.rank_boundary import FAILED, Arrived, Parcel, transfers
 from pipert.distributed.rank_partition import RankPartition
 from pipert.distributed.rank_reports import Site
-from pipert.distributed.split_backward import behind_one_node, can_be_split
+from pipert.distributed.split_backward import IS_SPLIT, behind_one_node, can_be_split
 
 __all__: list[str] = []
 
@@ -64,6 +64,11 @@ class RankStage(PipelineStage):
         """Drop all that is kept of the mini-batch."""
         self._partition.module.forward_micro_batch = None
         del self._partition, self._kept
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        # Of torch 2.11: there a rank at the turn of a V would send to itself.
+        ops = super()._get_init_p2p_neighbors_ops()
+        return [op for op in ops if op.peer != dist.get_rank()]
 
     def get_fwd_recv_ops(self, i: int) -> list[dist.P2POp]:
         if self.is_first:
@@ -114,7 +119,7 @@ class RankStage(PipelineStage):
         def go_back() -> None:
             ends, dys = self._ends(i, kept, loss)
             batch = partition.batch  # a wrapper would not see the second half
-            is_full = full_backward or batch.is_wrapped or batch.is_sharded
+            is_full = full_backward or batch.is_wrapped or batch.is_sharded or not IS_SPLIT
             if not is_full and not self.is_first:
                 behind = ends if self.is_last else behind_one_node(ends)
                 roots = [y for y in behind if y.requires_grad]

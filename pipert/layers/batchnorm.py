@@ -31,10 +31,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
-from pipert._torch import BatchNorm
+from pipert._torch import BatchNorm, is_lazy
 from pipert.layers.nested_checkpoint import refuse_nested_checkpoint
 from pipert.layers.whole_batch import warn_of_whole_batches
 from pipert.queues.process_lock import ProcessLock

@@ -26,8 +26,8 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
+from pipert._torch import is_lazy
 from pipert.batch.tensors import version
 from pipert.layers.modules import modules_of
 from pipert.workers.context import NOTHING

@@ -15,8 +15,8 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from pipert._torch import get_stashed, is_stashed, stash
 from pipert._typing import Value
+from pipert.autograd.thread_locals import get_thread_local, set_thread_local
 from pipert.batch.tensors import differentiable
 
 __all__: list[str] = []
@@ -50,7 +50,6 @@ def give_own_contexts(ys: Iterable[Tensor], makers: Iterable[Node | None]) -> No
 
 def _use_own_context(gradients: tuple[Tensor, ...]) -> None:
     # Affects this node only: the engine restores its thread-local state for each node.
-    if is_stashed("context"):
-        context = get_stashed("context")
-        if context is not None:
-            stash("context", context.copy())
+    context = get_thread_local("context")
+    if context is not None:
+        set_thread_local("context", context.copy())

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from pipert._torch import backward_id, identity
 from pipert.layers import control_flow, forward_mode
-from pipert.layers.dispatch_keys import Key, is_traced, operations, stash, stashed
+from pipert.layers.dispatch_keys import Key, current_task, is_traced, operations, set_current_task
 
 __all__: list[str] = []
 
@@ -35,7 +35,7 @@ CPU = torch.device("cpu")
 
 
 class Drawing(Protocol):
-    """The task whose random numbers are drawn. It has stashed itself."""
+    """The task whose random numbers are drawn: the current one."""
 
     def generator(self, device: torch.device) -> torch.Generator:
         """Return the generator that the task has for ``device``."""
@@ -58,8 +58,8 @@ DRAWING = Key("TESTING_ONLY_GenericMode", _register)
 
 def current() -> Any:
     """Return the task that this thread, or its backward, is inside of; ``None`` outside of all."""
-    # An interrupt may leave a task stashed, but not the key included.
-    return stashed() if DRAWING.is_included() or not DRAWING.works() else None
+    # An interrupt may leave a task set, but not the key included.
+    return current_task() if DRAWING.is_included() or not DRAWING.works() else None
 
 
 def prepare() -> None:
@@ -132,13 +132,13 @@ def _fork_rng(fork_rng: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterat
         with fork_rng(*args, **kwargs):
             yield
         return
-    before = stashed()
-    stash(_Apart())
+    before = current_task()
+    set_current_task(_Apart())
     try:
         with DRAWING.included(), fork_rng(*args, **kwargs):
             yield
     finally:
-        stash(before)
+        set_current_task(before)
 
 
 class _OfDevices:
@@ -204,7 +204,7 @@ def _adding_generator(operation: Operation, place: int | None) -> Operation:
         if place is not None and len(args) > place:
             args, given = args[:place], args[place]
         with DRAWING.excluded():
-            task: Drawing | None = stashed()
+            task: Drawing | None = current_task()
             is_other = given is not None and identity(given) != identity(default)
             if task is None or is_other or not _is_on_cpu(args, kwargs) or is_traced():
                 return operation(*args, generator=given, **kwargs)
@@ -225,7 +225,7 @@ def _native_dropout(x: Tensor, p: float, train: bool | None) -> Any:
     draws inside of it comes to no kernel.
     """
     with DRAWING.excluded():
-        task: Drawing | None = stashed()
+        task: Drawing | None = current_task()
         if task is None or not x.is_cpu or train is False or not x.numel() or is_traced():
             return _NATIVE_DROPOUT(x, p, train)
         mask = torch.empty_like(x, dtype=torch.bool, requires_grad=False)

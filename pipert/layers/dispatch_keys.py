@@ -7,8 +7,8 @@ threads. But at each operation torch looks up the kernel by the thread's set of 
 1. Two keys, which torch has for its own tests only, let every operation pass (*fall through*),
    except those with kernels of pipert's. They come before ``torch.func``, autograd and dispatch
    modes.
-2. A thread includes a key while a block runs. Autograd's threads inherit the keys, and the stash,
-   of the thread that starts a backward.
+2. A thread includes a key while a block runs. Autograd's threads inherit the keys, and the current
+   task, of the thread that starts a backward.
 3. A kernel excludes its key from what it calls.
 
 ``tests/layers/test_dispatch_keys.py`` fails when torch changes the keys.
@@ -19,17 +19,23 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
 
 from pipert import _torch
+from pipert.autograd.thread_locals import (
+    get_thread_local,
+    remove_thread_local,
+    set_thread_local,
+)
 from pipert.queues.process_lock import ProcessLock
 
 __all__: list[str] = []
 
 _Library: Any = torch.library.Library
-_STASH = "pipert_task"
+_TASK = "pipert_task"
 _preparing = ProcessLock(reentrant=True)
 
 
@@ -122,19 +128,16 @@ def _let_higher_order_pass(key: Any) -> None:
         operator.fallthrough(key)
 
 
-def stashed() -> Any:
-    """Return the object stashed by this thread, or by the one whose backward it is running."""
-    return _torch.get_stashed(_STASH) if _torch.is_stashed(_STASH) else None
+current_task: Callable[[], Any] = partial(get_thread_local, _TASK)
+"""Returns the task that this thread, or the one whose backward it runs, is inside of."""
 
 
-def stash(value: Any) -> None:
-    """Stash ``value`` for this thread and its backward; ``None`` empties the stash."""
-    if value is not None:
-        _torch.stash(_STASH, value)
-    elif _torch.is_stashed(_STASH):
-        # Not an entry of None: a thread that ends takes the GIL to release what it has stashed,
-        # which ends the process if Python is ending as well.
-        _torch.unstash(_STASH)
+def set_current_task(task: Any) -> None:
+    """Set the task that this thread and its backward are inside of; ``None`` if of none."""
+    if task is not None:
+        set_thread_local(_TASK, task)
+    elif get_thread_local(_TASK) is not None:
+        remove_thread_local(_TASK)
 
 
 def operations(wanted: Callable[[Any], bool]) -> list[tuple[Any, Any]]:

@@ -7,7 +7,11 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from functools import partial
 
-from pipert._torch import get_stashed, is_stashed, stash, unstash
+from pipert.autograd.thread_locals import (
+    get_thread_local,
+    remove_thread_local,
+    set_thread_local,
+)
 
 __all__ = ["current_microbatch", "is_checkpointing", "is_recomputing"]
 
@@ -42,12 +46,13 @@ def current_microbatch() -> int | None:
     ``R[i,j]``, and in ``forward_backward`` during ``B[i,j]`` and ``W[i,j]``. ``None`` elsewhere,
     such as in ``loss.backward()``, which is no task: it takes the last micro-batch first.
     """
-    return get_stashed(_MICROBATCH) if is_stashed(_MICROBATCH) else None
+    number: int | None = get_thread_local(_MICROBATCH)
+    return number
 
 
-# In what torch's engine hands on to its threads, as context variables are not. They call C alone.
-begin_microbatch: Callable[[int], None] = partial(stash, _MICROBATCH)
-end_microbatch: Callable[[], None] = partial(unstash, _MICROBATCH)
+# Torch's engine hands them on to its threads, as it does not do with context variables.
+begin_microbatch: Callable[[int], None] = partial(set_thread_local, _MICROBATCH)
+end_microbatch: Callable[[], None] = partial(remove_thread_local, _MICROBATCH)
 
 
 @contextlib.contextmanager

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from pipert._torch import WithoutDispatch, WithoutFunctions
 from pipert.layers.cpu_draws import CPU, DRAWING, current
 from pipert.layers.default_generators import default_generator
-from pipert.layers.dispatch_keys import stash
+from pipert.layers.dispatch_keys import set_current_task
 
 __all__: list[str] = []
 
@@ -135,7 +135,7 @@ class Draws:
 
     def __enter__(self) -> None:
         """Make this the current task, which has the default generators that it needs to itself."""
-        stash(self)
+        set_current_task(self)
         try:
             for device in self.shared:
                 self.enter(device)
@@ -146,7 +146,7 @@ class Draws:
     def __exit__(self, *_: object) -> None:
         for device in reversed(self.shared):
             self.leave(device)
-        stash(self.outer)
+        set_current_task(self.outer)
 
     def enter(self, device: torch.device) -> None:
         """Have the default generator of ``device``, seeded, or as the task has left it."""

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
+from pipert._torch import is_lazy
 from pipert._typing import Value
 from pipert.autograd.leaves import leaves_behind
 from pipert.autograd.recompute import check_graph

@@ -26,11 +26,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.spectral_norm import SpectralNorm
-from torch.nn.utils.weight_norm import WeightNorm
 from torch.overrides import TorchFunctionMode
 
-from pipert._torch import forward_pre_hooks, tensor_hooks
+from pipert._torch import WEIGHT_SETTERS, forward_pre_hooks, tensor_hooks
 from pipert.batch.tensors import version
 from pipert.layers.buffers import original_of
 from pipert.layers.compiling import is_compiled
@@ -114,7 +112,7 @@ def _refuse_compiled(partition: nn.Module, weights: Weights, problem: str) -> No
 
 def _sets_weight(module: nn.Module) -> bool:
     prune: Any = sys.modules.get("torch.nn.utils.prune")  # is not imported with torch
-    setters = _SETTERS if prune is None else (*_SETTERS, prune.BasePruningMethod)
+    setters = WEIGHT_SETTERS if prune is None else (*WEIGHT_SETTERS, prune.BasePruningMethod)
     return any(isinstance(hook, setters) for hook in forward_pre_hooks(module).values())
 
 
@@ -126,9 +124,6 @@ def _set_on_two_threads(partition: nn.Module, module: nn.Module) -> ValueError:
         "do on two threads at once; use torch.nn.utils.parametrizations, choose a balance that "
         "puts its uses in one partition, or call the pipe and loss.backward()"
     )
-
-
-_SETTERS = (WeightNorm, SpectralNorm)
 
 
 class Substitute(TorchFunctionMode):

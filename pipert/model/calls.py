@@ -16,11 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
-from pipert._torch import DispatchMode, dispatch_modes, schemas, storage_of
+from pipert._torch import DispatchMode, dispatch_modes, is_lazy, pytree, schemas, storage_of
 from pipert._typing import Value
 from pipert.batch.microbatch import Arguments, arguments_of
 from pipert.batch.tensors import tensors_of

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import pipert
 from pipert.any_model.microbatch_thread import MicroBatchThread
 from pipert.errors import PipelineTimeout, PipertError, WorkerBusyError
-from pipert.layers.dispatch_keys import stashed
+from pipert.layers.dispatch_keys import current_task
 from pipert.pipes.module_pipe import ModulePipe
 from tests.activations import until
 from tests.conftest import wait_until_gone
@@ -250,7 +250,7 @@ class Looks:
 
     def execute(self, received: Any) -> Any:
         modes: Any = torch.overrides._get_current_function_mode_stack
-        self._seen.append((stashed(), torch.is_grad_enabled(), not modes()))
+        self._seen.append((current_task(), torch.is_grad_enabled(), not modes()))
 
     def send(self, result: Any) -> None:
         pass

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pipert.layers.cpu_draws import DRAWING, prepare
-from pipert.layers.dispatch_keys import operations, stash, stashed
+from pipert.layers.dispatch_keys import current_task, operations, set_current_task
 
 ONE = torch.ones(())
 
@@ -60,46 +60,46 @@ def test_operations_outside_a_task_draw_as_usual() -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-def test_the_stashed_value_belongs_to_a_thread() -> None:
+def test_the_current_task_belongs_to_a_thread() -> None:
     elsewhere: list[Any] = []
-    stash("mine")
-    other = threading.Thread(target=lambda: elsewhere.append(stashed()))
+    set_current_task("mine")
+    other = threading.Thread(target=lambda: elsewhere.append(current_task()))
     other.start()
     other.join()
-    assert stashed() == "mine" and elsewhere == [None]
-    stash(None)
-    assert stashed() is None
+    assert current_task() == "mine" and elsewhere == [None]
+    set_current_task(None)
+    assert current_task() is None
 
 
-def test_the_stashed_value_is_kept_until_it_is_replaced() -> None:
+def test_the_current_task_is_kept_until_it_is_replaced() -> None:
     class Value:
         pass
 
     one, other = Value(), Value()
     before = sys.getrefcount(one)
-    stash(one)
+    set_current_task(one)
     assert sys.getrefcount(one) == before + 1
-    stash(other)
+    set_current_task(other)
     assert sys.getrefcount(one) == before
-    stash(None)
+    set_current_task(None)
     assert sys.getrefcount(other) == before
 
 
-def test_a_backward_has_the_keys_and_the_stash_of_its_caller() -> None:
+def test_a_backward_has_the_keys_and_the_task_of_its_caller() -> None:
     seen: list[Any] = []
 
     def look(gradient: Tensor) -> None:
-        seen.append((stashed(), DRAWING.is_included()))
+        seen.append((current_task(), DRAWING.is_included()))
 
     x = torch.ones(3, requires_grad=True)
     x.register_hook(look)  # type: ignore[no-untyped-call]
     y = x.sum()
-    stash("mine")
+    set_current_task("mine")
     try:
         with DRAWING.included():
             torch.autograd.backward(y)
     finally:
-        stash(None)
+        set_current_task(None)
     assert seen == [("mine", True)]
 
 

@@ -4,7 +4,11 @@
 #include <pthread.h>
 #include <set>
 #include <string_view>
+#if __has_include(<torch/csrc/autograd/node.h>)
 #include <torch/csrc/autograd/node.h>
+#else  // torch < 2.13
+#include <torch/csrc/autograd/function.h>
+#endif
 #include <torch/csrc/profiler/combined_traceback.h>
 #include <typeindex>
 
