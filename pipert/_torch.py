@@ -227,7 +227,7 @@ add_in_place: Callable[..., object] = _or(
 # Pytrees ------------------------------------------------------------------------------------------
 
 if TYPE_CHECKING:
-    from torch.utils import _pytree as pytree
+    pytree = torch.utils._pytree
 else:
     pytree = _needed("torch.utils:_pytree")
 _needed("torch.utils._pytree:SUPPORTED_NODES")

@@ -27,10 +27,10 @@ from tests.simulated_gpus.selection import NAME, Selection
 # long.
 torch.set_num_threads(1)
 
-if torch.__version__ < (2, 12) and not torch.cuda.is_available():
-    # In a CUDA build without a GPU, the first thread that compiles makes an object for all, which is
-    # deleted with that thread. Not in the package: autograd's threads would start before a fork.
-    torch._C._ensureCUDADeviceGuardSet()  # type: ignore[no-untyped-call]
+if torch.__version__ < "2.12" and not torch.cuda.is_available():
+    # In a CUDA build without a GPU, the first thread that compiles makes an object for all, which
+    # ends with that thread. Not in the package: autograd's threads would start before a fork.
+    torch._C._ensureCUDADeviceGuardSet()
 
 
 def pytest_configure(config: pytest.Config) -> None:

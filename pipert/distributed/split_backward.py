@@ -14,8 +14,8 @@ group of weights at a time. Three rules follow:
    what lies between them twice. And torch gives a gradient to parameters only, so no other leaf may
    need one.
 
-Where rule 3 might not hold, both halves are done at once; before torch 2.13, whose halves fail where
-an output needs no gradient, everywhere.
+Where rule 3 might not hold, both halves are done at once; before torch 2.13, whose halves fail
+where an output needs no gradient, everywhere.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from pipert.autograd.leaves import leaves_behind
 
 __all__: list[str] = []
 
-IS_SPLIT = torch.__version__ >= (2, 13)
+IS_SPLIT = torch.__version__ >= "2.13"
 """Whether any backward is split."""
 
 
