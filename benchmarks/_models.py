@@ -17,7 +17,7 @@ try:
 except ImportError:
     raise SystemExit(
         "The experiments run torchgpipe 0.0.7 beside pipert, and it is not installed.\n"
-        "Install it with: pip install 'pipert[bench]'"
+        "Install it with: pip install '.[bench]'"
     ) from None
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))

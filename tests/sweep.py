@@ -32,6 +32,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--sweep", action="store_true", help="also run the cases that only a long run has time for"
     )
+    parser.addoption("--every", type=int, default=1, help="of these, run one in so many")
 
 
 @pytest.hookimpl(tryfirst=True)  # before -k and -m, so that these see the marks
@@ -40,11 +41,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     tests.sort(key=_name)  # fixtures of a module can separate the cases of a test
     for _, cases in groupby(tests, key=_name):
         _mark_redundant(list(cases))
-    if not config.option.sweep:
-        left_out = [item for item in items if item.get_closest_marker("sweep")]
+    swept = [item for item in items if item.get_closest_marker("sweep")]
+    chosen = set(swept[:: config.option.every] if config.option.sweep else ())
+    left_out = [item for item in swept if item not in chosen]
+    if left_out:
         config.hook.pytest_deselected(items=left_out)
         config.stash[_LEFT_OUT] = len(left_out)
-        items[:] = [item for item in items if not item.get_closest_marker("sweep")]
+        gone = set(left_out)
+        items[:] = [item for item in items if item not in gone]
 
 
 def pytest_terminal_summary(

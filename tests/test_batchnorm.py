@@ -243,6 +243,7 @@ class Checkpointing(nn.Module):
         return checkpoint(self.norm, x, use_reentrant=False, preserve_rng_state=False)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # torch < 2.13
 def test_a_checkpoint_of_torch_around_a_deferred_norm_is_refused() -> None:
     with deferred(norm_first(Checkpointing())) as pipe:
         with pytest.raises(NestedCheckpointError, match="BatchNorm"):
@@ -402,6 +403,7 @@ def test_a_deferring_pipe_in_a_layer_updates_nothing_when_it_is_recomputed(check
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace:UserWarning")  # torch < 2.12
 def test_a_compiled_norm_is_deferred() -> None:
     module = norm_first(nn.BatchNorm1d(3))
     plain = copy.deepcopy(module)

@@ -116,6 +116,20 @@ running.wait()
     assert (result.returncode, result.stdout, result.stderr) == (0, "True\n", "")
 
 
+def test_a_program_exits_when_threads_that_trained_have_just_ended() -> None:
+    script = """
+pipe = Pipe(nn.Sequential(nn.Linear(1, 1), nn.Dropout()), [1, 1], devices=["cpu", "cpu"], chunks=2)
+
+def train():
+    pipe(ROWS).sum().backward()
+    pipe.forward_backward(ROWS, loss_fn=lambda y, _: y.sum())
+    pipe.close()
+
+threading.Thread(target=train).start()
+"""
+    assert [ends(script) for _ in range(5)] == [(0, "")] * 5
+
+
 def test_a_program_exits_with_a_layer_that_never_returns() -> None:
     script = """
 import pipert.workers.pool

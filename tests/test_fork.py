@@ -100,7 +100,10 @@ def test_a_child_runs_the_pipe_on_threads_of_its_own() -> None:
         assert child(check) == RIGHT
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="autograd refuses it in a child, with CUDA")
+@pytest.mark.skipif(
+    torch.cuda.is_available() or torch.__version__ < "2.12",
+    reason="autograd refuses it in a child, with CUDA and as conftest.py sets up torch 2.11",
+)
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 def test_a_child_can_train(checkpoint: str) -> None:
     layers = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))

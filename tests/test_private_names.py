@@ -9,6 +9,7 @@ import torch
 
 from pipert import _torch
 from tests import scripts
+from tests.test_architecture import FILES, imports_of
 
 SCRIPT = '''
 import builtins, json, os, sys, warnings
@@ -113,6 +114,76 @@ def test_a_pipe_without_a_needed_name_is_refused_when_it_is_made(part: int) -> N
 def test_a_pipe_without_any_other_name_is_right(part: int) -> None:
     for path, found in results_without(_torch.OTHERS[part::4]).items():
         assert found == ["right", "right"], f"{path}: {found}"
+
+
+STAYS = {
+    "torch._C:_FunctionBase._set_sequence_nr",
+    "torch.autograd:Variable._execution_engine.queue_callback",
+    "torch.utils._pytree:SUPPORTED_NODES",
+}
+"""What cannot be deleted, of types of C; and what torch needs itself when pipert is imported."""
+
+WITHOUT = """
+import importlib, json, os
+import torch
+
+run_of = {}
+for path in NAMES:
+    module, _, rest = path.partition(":")
+    *parts, name = rest.split(".")
+    read, write = os.pipe()
+    if not os.fork():
+        found = "imported"
+        try:
+            owner = importlib.import_module(module)
+            for part in parts:
+                owner = getattr(owner, part)
+            if name in vars(owner):  # a fallback may stand for it already
+                delattr(owner, name)
+            import pipert
+        except BaseException as error:
+            found = repr(error)
+        os.write(write, found.encode())
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        run_of[path] = pipe.read()
+    os.wait()
+print(json.dumps(run_of))
+"""
+
+
+@pytest.mark.slow
+@parts
+def test_pipert_can_be_imported_where_torch_lacks_a_name(part: int) -> None:
+    names = [path for path in [*_torch.NEEDED, *_torch.OTHERS] if ":" in path]
+    names = [path for path in names if path not in STAYS]
+    done = scripts.run(f"NAMES = {names[part::4]}\n{WITHOUT}", fresh=True)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, str] = json.loads(done.stdout)
+    assert {path: how for path, how in found.items() if how != "imported"} == {}
+
+
+PUBLIC = {
+    "torch", "torch.amp", "torch.autograd", "torch.autograd.function", "torch.autograd.graph",
+    "torch.autograd.profiler", "torch.distributed", "torch.distributed.device_mesh",
+    "torch.distributed.fsdp", "torch.distributed.pipelining",
+    "torch.distributed.pipelining.schedules", "torch.distributed.tensor", "torch.nn",
+    "torch.nn.functional", "torch.nn.modules.lazy", "torch.nn.utils", "torch.nn.utils.rnn",
+    "torch.overrides", "torch.utils", "torch.utils.checkpoint",
+}  # fmt: skip
+"""The documented modules of torch, whose names may be imported anywhere."""
+
+
+def test_only_documented_modules_of_torch_are_imported_elsewhere() -> None:
+    imported = {
+        module
+        for file in FILES
+        if file.name != "_torch.py"
+        for module, _ in imports_of(file)
+        if module.split(".")[0] == "torch"
+    }
+    assert imported <= PUBLIC
 
 
 @pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])

@@ -83,6 +83,15 @@ def test_the_mark_selects_the_cases_left_out(folder: Path) -> None:
     assert len(found["record"]) == 4
 
 
+def test_a_share_of_the_cases_left_out_runs(folder: Path) -> None:
+    whole = collected(folder, "--sweep", "-m", "sweep")
+    third = collected(folder, "--sweep", "--every", "3")
+    assert third["always"] == [""]  # what is never left out runs
+    chosen = collected(folder, "--sweep", "--every", "3", "-m", "sweep")
+    count = sum(map(len, whole.values()))
+    assert sum(map(len, chosen.values())) == -(-count // 3)
+
+
 SKIPPING = """
 import pytest
 

@@ -314,6 +314,7 @@ def test_a_layer_may_differentiate_by_a_tied_parameter_under_no_grad(copies: Cop
         torch.testing.assert_close(pipe(torch.ones(2, 3)), plain(torch.ones(2, 3)))
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # torch < 2.13
 def test_a_nested_checkpoint_around_a_tied_layer_is_refused(copies: Copies) -> None:
     class Nested(Head):
         def forward(self, x: Tensor) -> Tensor:

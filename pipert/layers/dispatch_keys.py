@@ -136,7 +136,7 @@ def set_current_task(task: Any) -> None:
     """Set the task that this thread and its backward are inside of; ``None`` if of none."""
     if task is not None:
         set_thread_local(_TASK, task)
-    elif get_thread_local(_TASK) is not None:
+    elif _torch.has_object(_TASK):
         remove_thread_local(_TASK)
 
 

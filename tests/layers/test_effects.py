@@ -214,7 +214,8 @@ def test_each_backward_is_checked() -> None:
 def test_a_recomputation_outside_of_a_backward_is_checked_at_once() -> None:
     layer = Layer(lambda layer, x: (x * (1 + is_recomputing())).exp())
     with Pipe(nn.Sequential(layer), [1], devices=["cpu"], chunks=1, checkpoint="always") as pipe:
-        node: Any = pipe(torch.ones(4, 3)).grad_fn
+        y = pipe(torch.ones(4, 3))
+        node: Any = y.grad_fn
         while node.name() != "ExpBackward0":
             node = node.next_functions[0][0]
         with pytest.raises(RecomputationError, match="other values"):
