@@ -15,6 +15,7 @@ Two rules hold for torch older than 2.13, and cost nothing elsewhere:
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import sys
 import threading
@@ -51,10 +52,7 @@ def _is_counted() -> bool:
     """Whether torch counts its reference to an object."""
     probe = object()
     before = sys.getrefcount(probe)
-    try:
-        _set_counted("pipert", probe)
-    except UnsupportedTorchError:  # which refuses each pipe, too
-        return True
+    _set_counted("pipert", probe)
     return sys.getrefcount(probe) == before + 2
 
 
@@ -79,6 +77,8 @@ def _is_ending(thread: int) -> bool:
 if _torch.remove_object is not None:  # C alone: an interrupt cannot cut it short
     set_thread_local, remove_thread_local = _torch.set_object, _torch.remove_object
 else:
-    set_thread_local = _torch.set_object if _is_counted() else _set_counted
-    remove_thread_local = _set_none
-    remove_thread_local("pipert")
+    set_thread_local, remove_thread_local = _set_counted, _set_none
+    with contextlib.suppress(UnsupportedTorchError):  # raised again when a pipe is made
+        if _is_counted():
+            set_thread_local = _torch.set_object
+        remove_thread_local("pipert")
