@@ -6,6 +6,11 @@ and for layers that compute next to nothing the checks take as long as the engin
 converts dtypes on its own, sums gradients to the shapes of the outputs, and refuses what it cannot
 sum. Where function modes are on, or a leaf's class overrides torch functions,
 ``torch.autograd.grad`` is called, so that they see it: a backward does not see the modes.
+
+**V3** one backward has one thread: what pipert adds to the graph of a task is on the device of the
+task, leaves included. The engine has a thread for each GPU, and the caller's is that of the CPU;
+a node of a slice assignment changes the table of the backward, which the others read without a
+lock. Tensors of several devices in a layer, and a call's ``loss.backward()``, are the user's.
 """
 
 from __future__ import annotations

@@ -119,7 +119,6 @@ class PutOff:
         """The leaves that are left."""
         self._nodes = [GradientEdge(use.node, 0) for use in uses]
         self._watches = list(map(_Watch, uses))
-        self._own = torch.ones((), device="cpu", requires_grad=True)
         self._number: int | None = None
 
     def differentiate(
@@ -132,13 +131,15 @@ class PutOff:
         """
         if not self._watches:
             return run(wanted, ys, dys), []
+        leaf = torch.empty(0, device=dys[0].device, requires_grad=True)  # V3
         with torch.enable_grad():
-            own = self._own.view_as(self._own)
+            own = leaf.view_as(leaf)
         own.grad_fn.register_prehook(self._begin)  # type: ignore[union-attr]
-        every = (*wanted, *self._nodes, self._own)  # asked for, so that the engine goes there
+        every = (*wanted, *self._nodes, leaf)  # asked for, so that the engine goes there
         found: Sequence[Tensor | None] = (None,) * len(every)
         try:
-            found = run(every, (*ys, own), (*dys, self._own.detach()))
+            # First, so that the engine has found the way to an only y when the device begins.
+            found = run(every, (own, *ys), (leaf.detach(), *dys))
         finally:
             self._nodes.clear()
             captured = found[len(wanted) : -1]

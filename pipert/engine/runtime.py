@@ -184,7 +184,7 @@ class Runtime:
             pairs = zip(inputs, step.inputs, strict=True)
             leaves = [leaf_inputs(x) if xs else x for x, xs in pairs]
             run = self._new_run(plan, notifier, function)
-            run.effects = Effects(at_end=True)
+            run.effects = Effects(at_end=True, streams=self._streams)
             stages = self.model.assemble(run, leaves, step, stats)
             self._execute(run, Posting(stages, self.pool.put), threads, timeout)
             try:

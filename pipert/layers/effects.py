@@ -8,15 +8,19 @@ that has moved, random numbers of its own. None of them is looked for. Instead:
 2. ``R[i,j]`` takes the same sample. Another number of outputs, another shape or dtype is refused at
    once.
 3. All samples of a run are compared together when the step ends, before any gradient arrives; in a
-   call, when the backward ends. Until then nothing waits for a device.
+   call, when the backward ends. Until then nothing waits for a device. A step then waits for the
+   last ``R`` on each, and not for what comes behind, while gradients are being delivered.
 4. Values may differ by as much as kernels do that are not deterministic (:data:`_TOLERANCES`), and
    one in 64 by more: an expert that is chosen by rounding is no other codebook.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from itertools import compress
 from typing import NamedTuple
 
 import torch
@@ -31,6 +35,7 @@ from pipert._torch import (
 )
 from pipert._typing import Value
 from pipert.autograd.recompute import REMEDY
+from pipert.autograd.streams import CopyStreams
 from pipert.batch.tensors import differentiable
 from pipert.errors import RecomputationError
 from pipert.layers.place import Place
@@ -136,18 +141,27 @@ class Effects:
 
     Args:
         at_end: whether the run calls :meth:`check`. Otherwise the end of each backward does.
+        streams: has a stream of each device on which the samples are compared; by default, they are
+            on the current one.
     """
 
-    __slots__ = ("_at_end", "_pairs")
+    __slots__ = ("_at_end", "_last", "_lock", "_pairs", "_streams")
 
-    def __init__(self, at_end: bool) -> None:
+    def __init__(self, at_end: bool, streams: CopyStreams | None = None) -> None:
         self._at_end = at_end
+        self._streams = streams
+        self._last: dict[torch.device, torch.cuda.Event] = {}  # behind the last recomputation
+        self._lock = threading.Lock()  # of pairs: backward passes of a call may be concurrent
         self._pairs: list[_Pair] = []
 
     def add(self, pairs: Iterable[_Pair]) -> None:
         """Add samples of a forward, and those of its recomputation."""
-        self._pairs += pairs
+        pairs = list(pairs)
+        with self._lock:
+            self._pairs += pairs
         if self._at_end:
+            for device in {pair.before.device for pair in pairs if pair.before.is_cuda}:
+                self._last[device] = torch.cuda.current_stream(device).record_event()
             return
         if backward_id() < 0:  # the caller reads a saved tensor
             self.check()
@@ -160,25 +174,34 @@ class Effects:
         Raises:
             RecomputationError: a recomputation returned other values than its forward.
         """
-        pairs, self._pairs = self._pairs, []
+        with self._lock:
+            pairs, self._pairs = self._pairs, []
         if not pairs:
             return  # another recomputation of this backward has come first
         groups = defaultdict[object, list[_Pair]](list)
         for pair in pairs:
             groups[pair.before.device, pair.before.dtype, pair.before.numel()].append(pair)
         with WithoutFunctions(), WithoutDispatch(), torch.inference_mode():
-            flags = [(group, _differ(group)) for group in groups.values()]  # on all devices
-            found = [
-                pair
-                for group, differ in flags
-                for pair, differs in zip(group, differ.tolist(), strict=True)
-                if differs
-            ]
+            blocks = [self._behind(group[0].before.device) for group in groups.values()]
+            flags, found = list[Tensor](), list[_Pair]()
+            for block, group in zip(blocks, groups.values(), strict=True):  # on all devices
+                with block:
+                    flags.append(_differ(group))
+            for block, group, differ in zip(blocks, groups.values(), flags, strict=True):
+                with block:
+                    found += compress(group, differ.tolist())
         if found:
             raise RecomputationError(
                 "a recomputation returned other values than its forward, so gradients would be "
                 f"wrong: {min(found, key=_order)}{REMEDY}"
             )
+
+    def _behind(self, device: torch.device) -> AbstractContextManager[object]:
+        """Return a block that waits for the last recomputation on ``device``, and no more."""
+        stream = None if self._streams is None else self._streams.get(device, -1)
+        if stream is not None:
+            stream.wait_event(self._last[device])
+        return torch.cuda.stream(stream)
 
     def __repr__(self) -> str:
         return f"<Effects of {len(self._pairs)} outputs>"

@@ -25,11 +25,12 @@ partition that stashed them; those that others pop accompany ``y`` and are sent 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from pipert._torch import node_count
 from pipert._typing import Value
 from pipert.autograd import order, streams
 from pipert.autograd.checkpoint import Checkpoint, recompute_before
@@ -61,6 +62,8 @@ class CallBoundary:
     _token: Tensor | None = None
     _checkpoint: Checkpoint | None = None
     """The checkpoint of the current micro-batch."""
+    _callers: int = field(default_factory=node_count)
+    """The caller's nodes have numbers below this."""
 
     def enter(self, i: int, x: Value) -> Value:
         """Prepare the input of micro-batch ``i`` for the layers."""
@@ -77,6 +80,7 @@ class CallBoundary:
         self, replay: Replay, compute: Callable[[Value], Value], x: Value, is_whole: bool
     ) -> Value:
         """Compute ``x`` without keeping what the backward needs, which ``replay`` recomputes."""
+        order.begin_numbers(self._callers)  # V2
         self._checkpoint = Checkpoint(Recomputation(replay, self._hooks, is_whole))
         return self._checkpoint.record(compute, x)
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
+from pipert import Pipe
 from pipert._torch import node_count
 from pipert.autograd.leaves import (
     is_cast_of_leaf,
@@ -18,6 +19,7 @@ from pipert.autograd.leaves import (
 )
 from pipert.autograd.order import begin_numbers
 from tests import scripts
+from tests.callers import Caller
 
 SCRIPT = """
 import faulthandler, sys, threading, time
@@ -85,8 +87,7 @@ def test_a_node_of_another_thread_is_not_the_task_s_though_its_number_might_be(
     leaf, first, made = torch.ones(2, requires_grad=True), node_count(), list[Tensor]()
 
     def make() -> None:
-        while begin_numbers(first) < first:
-            pass
+        begin_numbers(first)
         made.append(leaf * 2)
 
     if elsewhere:
@@ -100,6 +101,41 @@ def test_a_node_of_another_thread_is_not_the_task_s_though_its_number_might_be(
     assert made[0].grad_fn is not None and made[0].grad_fn._sequence_nr() in numbers
     found = origins([y], [], numbers)
     assert found is None if elsewhere else found == [leaf]
+
+
+class UsesOneOfTheCaller(nn.Module):
+    """Makes a node that no gradient needs, and uses a tensor with a graph of the caller's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.zeros(()))
+        self.callers = [self.scale.detach()]
+        self.unused = list[int]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.unused.append(node_count())
+        _ = self.scale * 2
+        for _ in range(40):
+            x = x.exp().sin() * self.scale.cos()
+        return x * self.callers[0]
+
+
+def test_a_node_of_the_caller_is_not_a_task_s_though_its_number_might_be() -> None:
+    """It has the number of a node of the task that is in no graph, which no other number tells."""
+    layer, x = UsesOneOfTheCaller(), torch.ones(2, 2)
+
+    def call() -> tuple[int, Any]:
+        with Pipe(nn.Sequential(layer), [1], devices=["cpu"], chunks=2, checkpoint="always") as pipe:
+            for _ in range(2):
+                pipe(x)
+            first, _, second, _ = layer.unused
+            begin_numbers(2 * second - first)
+            layer.callers[0] = layer.scale.exp()
+            torch.autograd.backward(pipe(x).sum())
+        return 2 * second - first, layer.callers[0].grad_fn
+
+    expected, node = Caller(call).result()  # on a thread that has made fewer nodes
+    assert node._sequence_nr() == expected
 
 
 # Casts of weights, which autocast shares among threads --------------------------------------------

@@ -227,3 +227,8 @@ def test_the_numbers_of_turns_are_left_under_any_mode(mode: Callable[[], Any]) -
         return before, node_count()
 
     assert Caller(first_nodes).result() == (7, 7)  # a new thread counts from 0
+
+
+def test_a_thread_far_behind_the_caller_catches_up_at_once() -> None:
+    """Otherwise its first tasks could not tell their nodes from the caller's."""
+    assert Caller(lambda: begin_numbers(1_001_000)).result() == 1_001_000

@@ -54,9 +54,9 @@ def step(pipe: Pipe, x: Tensor, schedule: str) -> None:
         pipe.forward_backward(x, loss_fn=mean_square, schedule=schedule)
 
 
-def pipe_of(n: int, m: int) -> Pipe:
+def pipe_of(n: int, m: int, checkpoint: str = "never") -> Pipe:
     devices = [f"cuda:{j}" for j in range(n)]
-    return Pipe(layers(n), [4] * n, devices=devices, chunks=m, checkpoint="never")
+    return Pipe(layers(n), [4] * n, devices=devices, chunks=m, checkpoint=checkpoint)
 
 
 def microseconds(gpus: Simulation, schedule: str, n: int = 8, m: int = 32) -> float:
@@ -97,3 +97,17 @@ def test_the_peak_of_a_device_does_not_grow_with_the_number_of_micro_batches(
             peaks.append(gpus.peak_bytes(1))
     kept = 3 * ROWS * WIDTH * torch.float32.itemsize
     assert (peaks[1] - peaks[0] >= kept) == grows
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_gradients_are_delivered_before_the_last_backward_has_ended(
+    gpus: Simulation, checkpoint: str
+) -> None:
+    """The host waits for no device, or for the last recomputation, and for none behind it."""
+    x = torch.randn(4 * ROWS, WIDTH, device="cuda:0")
+    with pipe_of(2, 4, checkpoint) as pipe:
+        step(pipe, x, "1f1b")
+        gpus.reset_time()
+        step(pipe, x, "1f1b")
+        product = 2 * ROWS * WIDTH**2 / 0.5e6  # us; the last backward has three of them
+        assert gpus.host_time() <= gpus.makespan() - 3 * product
