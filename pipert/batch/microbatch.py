@@ -161,7 +161,8 @@ def scatter_with_sizes(
     sizes = [batch // m + (i < batch % m) for i in range(m)]
     parts: dict[int, list[Any]] = {}
     for k, leaf in enumerate(leaves):
-        if isinstance(leaf, Tensor) and (leaf.is_nested or leaf.layout != torch.strided):
+        is_split = isinstance(leaf, Tensor) and leaf.dim() > 0
+        if is_split and (leaf.is_nested or leaf.layout != torch.strided):
             raise TypeError(
                 f"{path(k)} is a sparse or nested tensor, whose rows cannot be split; make it "
                 "dense, wrap it in Replicate(...), or use chunks=1"

@@ -13,9 +13,9 @@ partition that uses it, its *owner*; every other device computes with a copy:
 3. A recomputation uses the copy of its forward.
 
 A substitute reaches only torch functions: scripted functions and backward hooks get the parameter
-itself, on its own device. So does ``Function.apply``, which no mode sees: the graph shows it, and
-is refused. So are compiled and scripted layers, and ``torch.utils.checkpoint`` in a layer. A hook that a layer registers on the
-parameter in its forward goes to the copy, and sees this device's share of the gradient.
+itself, on its own device. So does ``Function.apply``, which no mode sees; its graph is refused. So
+are compiled and scripted layers, and ``torch.utils.checkpoint`` inside a layer. A hook that a layer
+registers on the parameter in its forward goes to the copy, and sees its device's share alone.
 """
 
 from __future__ import annotations
