@@ -191,15 +191,60 @@ def test_the_walk_looks_at_so_many_places_at_most() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
-@pytest.mark.parametrize("layout", ["sparse_coo", "sparse_csr", "jagged"])
-def test_torch_refuses_a_layout_that_cannot_be_split(layout: str) -> None:
-    tensor = torch.eye(4).to_sparse(layout=getattr(torch, layout)) if layout != "jagged" else (
-        torch.nested.nested_tensor([torch.ones(k) for k in range(1, 5)], layout=torch.jagged)
-    )  # fmt: skip
-    with pytest.raises(RuntimeError, match="Sparse|not supported for NestedTensor"):
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("layout", ["sparse_coo", "sparse_csr", "jagged", "strided"])
+@pytest.mark.parametrize("wants_grad", [False, True])
+def test_a_layout_that_cannot_be_split_is_refused(layout: str, wants_grad: bool) -> None:
+    if layout.startswith("sparse"):
+        tensor = torch.eye(4).to_sparse(layout=getattr(torch, layout))
+    else:
+        parts = [torch.ones(k, 2) for k in range(1, 5)]
+        tensor = torch.nested.nested_tensor(parts, layout=getattr(torch, layout))
+    tensor.requires_grad_(wants_grad)
+    with pytest.raises(TypeError, match=r"kwargs\['a'\] is a sparse or nested .* make it"):
         scatter((rows(4),), {"a": tensor}, 2)
     assert scatter((rows(4),), {"a": tensor}, 1)[0].kwargs["a"] is tensor
     assert scatter((rows(4),), {"a": Replicate(tensor)}, 2)[1].kwargs["a"] is tensor
+
+
+# Containers that keep the number of rows, as a TensorDict does.
+
+
+class Sized:
+    """A registered container with its batch size beside its tensors."""
+
+    def __init__(self, content: dict[str, Tensor], batch_size: torch.Size) -> None:
+        self.content, self.batch_size = content, batch_size
+
+
+pytree.register_pytree_node(
+    Sized,
+    lambda sized: (list(sized.content.values()), (tuple(sized.content), sized.batch_size)),
+    lambda values, context: Sized(dict(zip(context[0], values, strict=True)), context[1]),
+)
+
+
+def sized() -> Sized:
+    return Sized({"x": rows(4), "y": rows(4)}, torch.Size([4]))
+
+
+def test_a_container_that_would_keep_the_batch_size_of_all_rows_is_refused() -> None:
+    with pytest.raises(TypeError, match="a Sized keeps its batch_size .* use a dict"):
+        scatter((sized(),), {}, 2)
+    given = sized()
+    whole: Any = scatter((given,), {}, 1)[0]
+    assert whole.batch_size == (4,) and whole.content["x"] is given.content["x"]
+
+
+def test_an_output_that_would_keep_the_batch_size_of_a_micro_batch_is_refused() -> None:
+    with pytest.raises(TypeError, match="a Sized keeps its batch_size"):
+        gather([{"y": sized()}, {"y": sized()}], [4, 4])
+    assert gather([sized()], [4]).batch_size == (4,)
+
+
+def test_an_object_with_a_batch_size_and_no_rows_goes_to_each_micro_batch() -> None:
+    settings = SimpleNamespace(batch_size=torch.Size([8]))
+    assert all(part.args[1] is settings for part in scatter((rows(4), settings), {}, 2))
 
 
 # Packed sequences, which are named tuples.

@@ -153,6 +153,7 @@ class AroundLayers:
             x = self._intercept.enter_inputs(x)
             with self._intercept:
                 y = forward(x)
+            shared.parameters.refuse_functions(y)
             y = map_tensors(y, self._intercept.bring)
             if (cut := self._stage.cut) is not None and self._graph is not None:
                 with self._intercept:

@@ -12,15 +12,17 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from pipert._torch import tensor_hooks
+from pipert._typing import Value
 from pipert.any_model.boundary_tensors import memory_of
 from pipert.batch.tensors import version
 from pipert.layers.buffers import original_of
 from pipert.layers.compiling import is_compiled
 from pipert.layers.modules import modules_of
-from pipert.layers.tied import Substitute
+from pipert.layers.tied import Substitute, refuse_functions
 from pipert.stage.stage import Stage
 from pipert.workers.context import is_transformed
 
@@ -86,6 +88,11 @@ class ParameterCopies:
             is_lost = not own.isdisjoint(map(memory_of, changed))
         if is_lost:
             raise RuntimeError(CHANGED)
+
+    def refuse_functions(self, y: Value) -> None:
+        """Refuse a ``Function`` of the model's own code that got a parameter, not its copy."""
+        if self._copies and torch.is_grad_enabled():
+            refuse_functions(y, {id(weight) for weight, _, _ in [*self._copies.values()]})
 
     def wrap(
         self, stage: Stage, i: int, layers: Sequence[nn.Module], call: Callable[..., Any]

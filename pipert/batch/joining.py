@@ -13,7 +13,7 @@ from pipert._torch import pytree
 from pipert._typing import Value
 from pipert.batch.hidden import REMEDY, has_rows, hides
 from pipert.batch.tensors import describe, tensors_of
-from pipert.batch.trees import flatten, is_whole, path_of
+from pipert.batch.trees import flatten, is_whole, is_whole_in_rows, path_of
 
 __all__: list[str] = []
 
@@ -66,8 +66,9 @@ def _is_leaf(rows: int, value: Value) -> bool:
     Raises:
         ValueError: the tensors in the entries might be rows themselves.
     """
-    if is_whole(value) or type(value) is not list or not rows or len(value) != rows:
-        return is_whole(value)
+    found = (is_whole_in_rows if rows else is_whole)(value)
+    if found or type(value) is not list or not rows or len(value) != rows:
+        return found
     tensors = [tensors_of(entry)[0] for entry in value]
     if not all(tensors) or any(isinstance(entry, Tensor) for entry in value):
         return False

@@ -24,7 +24,7 @@ from torch import Tensor
 from pipert._torch import pytree
 from pipert._typing import Value
 from pipert.batch.hidden import REMEDY, has_rows, hides
-from pipert.batch.trees import flatten, is_whole, path_of
+from pipert.batch.trees import flatten, is_whole, is_whole_in_rows, path_of
 
 __all__ = ["Replicate"]
 
@@ -129,7 +129,7 @@ def scatter_with_sizes(
     args: tuple[Any, ...], kwargs: dict[str, Any], chunks: int
 ) -> tuple[list[Value], list[int]]:
     """Like :func:`scatter`; also return each micro-batch's number of rows: 1 if it is unknown."""
-    leaves, spec = flatten((args, kwargs), is_whole)
+    leaves, spec = flatten((args, kwargs), is_whole_in_rows if chunks > 1 else is_whole)
     batch: int | None = None
 
     def path(k: int) -> str:
@@ -160,7 +160,13 @@ def scatter_with_sizes(
     assert batch is not None
     sizes = [batch // m + (i < batch % m) for i in range(m)]
     parts: dict[int, list[Any]] = {}
-    for leaf in leaves:
+    for k, leaf in enumerate(leaves):
+        is_split = isinstance(leaf, Tensor) and leaf.dim() > 0
+        if is_split and (leaf.is_nested or leaf.layout != torch.strided):
+            raise TypeError(
+                f"{path(k)} is a sparse or nested tensor, whose rows cannot be split; make it "
+                "dense, wrap it in Replicate(...), or use chunks=1"
+            )
         if id(leaf) not in parts:
             parts[id(leaf)] = _split(leaf, sizes)
     columns = [parts[id(leaf)] for leaf in leaves]

@@ -60,6 +60,22 @@ def is_whole(value: Any) -> bool:
     return type(value) in (torch.Size, PackedSequence)
 
 
+def is_whole_in_rows(value: Any) -> bool:
+    """Return :func:`is_whole`, for a value whose rows are split or joined.
+
+    Raises:
+        TypeError: a container keeps its batch size beside its tensors, and would keep a wrong one.
+    """
+    sized = type(value) not in ORDINARY and isinstance(getattr(value, "batch_size", 0), torch.Size)
+    if sized and all([leaf is not value for leaf in pytree.tree_leaves(value)]):
+        raise TypeError(
+            f"a {type(value).__qualname__} keeps its batch_size when its rows are split or joined, "
+            "which would be wrong; use a dict, such as its to_dict() returns, or in a step "
+            "microbatches that are ready"
+        )
+    return is_whole(value)
+
+
 def path_of(value: Value, k: int) -> str | None:
     """Return the path to the ``k``-th leaf of ``flatten(value, is_whole)``, such as ``[0]['x']``.
 

@@ -9,7 +9,8 @@ afterwards the buffers are put back:
 2. A run copies a buffer once, however many recomputations it has. Where a result depends on what
    they leave in the copy, :mod:`pipert.layers.effects` refuses it.
 3. A forward of the same layer must not find the copies, which would take its updates with them: one
-   of another caller, or in another partition. So a layer is called under its lock.
+   of another caller, or in another partition. So a layer is called under the locks of the modules
+   in it, which layers that share modules take in the same order.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from operator import setitem
@@ -36,9 +37,11 @@ __all__: list[str] = []
 
 _SMALL = 1 << 16  # elements; such a buffer is put aside even if nothing shows that it changes
 
-# By layers and by modules inside them that have buffers. Each access is one operation of a dict.
+# By layers, and by modules inside them that have buffers. Each access is one operation of a dict.
+_of_layers: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 _locks: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
-os.register_at_fork(after_in_child=_locks.clear)  # another thread may have held them
+for _table in (_of_layers, _locks):
+    os.register_at_fork(after_in_child=_table.clear)  # another thread may have held them
 
 # The run whose layers the current code is in. Set in the task's own copy of the context variables.
 _run: ContextVar[object] = ContextVar("pipert_run", default=None)
@@ -58,15 +61,29 @@ def locked(layer: nn.Module, run: object) -> AbstractContextManager[object]:
         _run.set(run)
     elif _run.get() is not run:
         return NOTHING
-    lock = _locks.get(layer)
-    if lock is None:
+    found: AbstractContextManager[object] | None = _of_layers.get(layer)
+    if found is None:
         modules = [module for module in modules_of(layer) if module._buffers]
-        known = filter(None, map(_locks.get, modules))
-        lock = next(known, threading.RLock()) if modules else NOTHING
-        for module in (layer, *modules):
-            lock = _locks.setdefault(module, lock)
-    found: AbstractContextManager[object] = lock
+        new = next(filter(None, map(_locks.get, modules)), threading.RLock())
+        locks = {_locks.setdefault(module, new) for module in modules}
+        own = next(iter(locks), NOTHING) if len(locks) < 2 else _Together(sorted(locks, key=id))
+        found = _of_layers.setdefault(layer, own)
     return found
+
+
+class _Together:
+    """A block under several locks."""
+
+    def __init__(self, locks: Sequence[Any]) -> None:
+        self._locks = locks
+
+    def __enter__(self) -> None:
+        for lock in self._locks:
+            lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        for lock in self._locks:
+            lock.release()
 
 
 class Buffers:

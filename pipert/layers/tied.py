@@ -12,24 +12,29 @@ partition that uses it, its *owner*; every other device computes with a copy:
    unaffected.
 3. A recomputation uses the copy of its forward.
 
-A substitute reaches only torch functions: custom autograd functions, scripted functions and
-backward hooks get the parameter itself, on its own device. Compiled and scripted layers, and
-``torch.utils.checkpoint`` inside a layer, are refused. A hook that a layer registers on the
-parameter in its forward goes to the copy, and sees this device's share of the gradient.
+A substitute reaches only torch functions: scripted functions and backward hooks get the parameter
+itself, on its own device. So does ``Function.apply``, which no mode sees; its graph is refused. So
+are compiled and scripted layers, and ``torch.utils.checkpoint`` inside a layer. A hook that a layer
+registers on the parameter in its forward goes to the copy, and sees its device's share alone.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 
-from pipert._torch import WEIGHT_SETTERS, forward_pre_hooks, tensor_hooks
-from pipert.batch.tensors import version
+from pipert._torch import (
+    WEIGHT_SETTERS, AccumulateGrad, devices_of, forward_pre_hooks, tensor_hooks,
+)  # fmt: skip
+from pipert._typing import Value
+from pipert.autograd.leaves import leaves_behind
+from pipert.batch.tensors import describe, differentiable, version
 from pipert.layers.buffers import original_of
 from pipert.layers.compiling import is_compiled
 from pipert.layers.modules import modules_of
@@ -171,8 +176,11 @@ class Substitute(TorchFunctionMode):
 
     def during(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run ``call(*args, **kwargs)`` with the copies."""
+        begins = [x.grad_fn for x in differentiable((args, kwargs))[0]]
         with self:
-            return call(*args, **kwargs)
+            y = call(*args, **kwargs)
+        refuse_functions(y, self._copies, begins)
+        return y
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
@@ -182,6 +190,31 @@ class Substitute(TorchFunctionMode):
                 "by one of them, which the others see at an uncertain time or never; choose a "
                 "balance that puts the layers that share it on one device"
             )
+
+
+def refuse_functions(y: Value, copied: Container[int], stop: Iterable[Any] = ()) -> None:
+    """Refuse a graph in which a ``Function`` on one device got a parameter of another.
+
+    Args:
+        y: what has the graph.
+        copied: the ids of the parameters that have a copy.
+        stop: nodes that are not visited.
+
+    Raises:
+        RuntimeError: it did. Its gradient would be on another device than the parameter.
+    """
+    ends = [x.grad_fn for x in differentiable(y)[0] if x.grad_fn is not None]
+    for node in leaves_behind(ends, stop=stop).nodes:
+        for child, _ in node.next_functions if isinstance(node, BackwardCFunction) else ():
+            weight = child.variable if type(child) is AccumulateGrad else None
+            if id(weight) in copied and weight.device not in (devices_of(node) or [weight.device]):
+                raise RuntimeError(
+                    f"{type(node).__name__.removesuffix('Backward')}, an autograd.Function, got a "
+                    f"parameter ({describe(weight)}) of another device, shared by layers on both, "
+                    "and Function.apply cannot be given the copy in its place; pass it "
+                    "weight.view_as(weight), which is a view of the copy, or choose a balance that "
+                    "puts the layers that share it on one device"
+                )
 
 
 _DATA = Tensor.data.__get__  # type: ignore[attr-defined]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable
+from contextvars import copy_context
 from typing import Any
 
 import pytest
@@ -204,3 +205,35 @@ def test_what_a_layer_has_in_place_of_a_buffer_leads_to_it() -> None:
     assert seen[0] is not norm.running_mean
     assert buffers.original_of(seen[0]) is norm.running_mean
     assert buffers.original_of(norm) is norm
+
+
+def test_layers_that_share_modules_crosswise_are_called_one_at_a_time() -> None:
+    a, b, c, d = (nn.BatchNorm1d(2) for _ in "abcd")
+    pairs = [nn.Sequential(*pair) for pair in [(a, b), (c, d), (b, c), (d, a)]]
+    for layer in pairs:
+        with run_of(layer):
+            pass
+    for layer in pairs:
+        assert not any(meet(layer, other) for other in pairs if set(layer) & set(other))
+    assert meet(pairs[0], pairs[1])
+
+
+def run_of(layer: nn.Module) -> Any:
+    """Return the block in which ``layer`` is called, in a run of its own."""
+    return copy_context().run(buffers.locked, layer, object())
+
+
+def meet(layer: nn.Module, other: nn.Module) -> bool:
+    """Return whether another thread may call ``other`` while this one calls ``layer``."""
+    begun = threading.Event()
+
+    def call() -> None:
+        with run_of(other):
+            begun.set()
+
+    thread = threading.Thread(target=call)
+    with run_of(layer):
+        thread.start()
+        found = begun.wait(0.01 if set(layer.modules()) & set(other.modules()) else 5)
+    thread.join()
+    return found
