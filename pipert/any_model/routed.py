@@ -10,6 +10,7 @@ it in the pipe:
 2. So do the modules around layers of several partitions, such as the model inside an adapter's, or
    an encoder that is called on its own: their layers are on several devices, too.
 3. Code that runs inside of the pipe gets the plain ``forward``. So do a copy and a pickled model.
+   It is that of the class, which a library may replace later, unless the model had its own.
 4. Outputs are on the device of the inputs, as the plain model's would be.
 5. The loss of a call with labels is the plain model's. It is computed in one micro-batch,
    unless it is a sum that is divided by what the caller says, ``num_items_in_batch``.
@@ -36,7 +37,7 @@ from pipert._torch import backward_id
 from pipert._typing import Value
 from pipert.batch.joining import JoinNumbers
 from pipert.batch.tensors import tensors_of
-from pipert.layers.intercepted import calls_of, here, intercept, release
+from pipert.layers.intercepted import Guest, calls_of, here, intercept, release
 from pipert.model.cuts import is_called
 
 __all__: list[str] = []
@@ -73,7 +74,7 @@ class Runs(Protocol):
 _routed: WeakKeyDictionary[nn.Module, list[weakref.ref[Routed]]] = WeakKeyDictionary()
 
 
-class Routed:
+class Routed(Guest):
     """The ``forward`` of a module that calls layers of several partitions.
 
     Args:
@@ -82,10 +83,9 @@ class Routed:
     """
 
     def __init__(self, module: nn.Module, pipe: Runs) -> None:
-        self.__wrapped__ = module.forward  # inspect.signature looks here
         self._module = module
         self._pipe: Runs | None = pipe
-        self._own = module.__dict__.get("forward")
+        self.own = module.__dict__.get("forward")
         module.__dict__["forward"] = self
         intercept([module])
         calls_of(module).route = self
@@ -93,11 +93,23 @@ class Routed:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.is_outside():
-            return self.send(self.__wrapped__, args, kwargs)
+            return self.send(self._plain(), args, kwargs)
         pipe = self._pipe
         if pipe is not None and self._makes_cache(args, kwargs) and pipe.splits_or_recomputes():
             kwargs["use_cache"] = False
-        return self.__wrapped__(*args, **kwargs)
+        return self._plain()(*args, **kwargs)
+
+    def __func__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Call as the function of a bound method is called: accelerate wraps and binds it."""
+        return (self if module is self._module else _of_class(module))(*args, **kwargs)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self._plain())
+
+    def _plain(self) -> Callable[..., Any]:
+        found: Callable[..., Any] = self.own or _of_class(self._module)
+        return found
 
     def is_outside(self) -> bool:
         """Whether the current code does not run inside of the pipe, which is open.
@@ -156,7 +168,7 @@ class Routed:
         text_config = getattr(config, "get_text_config", lambda: config)()
         if not getattr(text_config, "use_cache", False):
             return False
-        signature = inspect.signature(self.__wrapped__)
+        signature = self.__signature__
         given = signature.bind_partial(*args, **kwargs).arguments
         takes = [p.name == "use_cache" or p.kind is p.VAR_KEYWORD for p in
                  signature.parameters.values()]  # fmt: skip
@@ -173,25 +185,22 @@ class Routed:
         release([self._module])
         if self._module.__dict__.get("forward") is self:
             del self._module.__dict__["forward"]
-            own: Any = self._own
+            own = self.own
             while isinstance(own, Routed) and own._pipe is None:
-                own = own._own  # that pipe was closed before
+                own = own.own  # that pipe was closed before
             if own is not None:
                 self._module.__dict__["forward"] = own
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        if self._own is not None:
-            return copy.deepcopy(self._own, memo)
-        copied: Any = memo.get(id(self._module), self._module)
-        return types.MethodType(type(copied).forward, copied)
-
-    def __reduce__(self) -> Any:
-        if self._own is not None:
-            return copy.copy, (self._own,)
-        return getattr, (self._module, "forward")  # found on the class while it is unpickled
+        own = super().__deepcopy__(memo)
+        return own or _of_class(copy.deepcopy(self._module, memo))
 
     def __repr__(self) -> str:
         return f"<forward of {type(self._module).__name__}, in a pipe>"
+
+
+def _of_class(module: nn.Module) -> Any:
+    return types.MethodType(type(module).forward, module)
 
 
 def route(model: nn.Module, layers: Iterable[nn.Module], pipe: Runs) -> list[Routed]:

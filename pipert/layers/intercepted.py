@@ -1,12 +1,16 @@
 """Intercepts the calls of a module, on the threads that ask for it.
 
 ``nn.Module.__call__`` first looks at the slot ``_compiled_call_impl``, which is meant for
-``module.compile()``. An object there sees each call, hooks included, is in no ``state_dict``, and
-is left out when the module is pickled or copied. On all other threads it passes the calls on.
+``module.compile()``. An object there sees each call, hooks included, and is in no ``state_dict``.
+On all other threads it passes the calls on.
+
+Copies and pickles of a module are the plain module's: its class may copy ``__dict__`` whole, as
+that of ``nn.LSTM`` does, so it is asked for the state of a module that is in no pipe.
 """
 
 from __future__ import annotations
 
+import copy
 import threading
 import weakref
 from collections.abc import Callable, Iterable
@@ -49,20 +53,52 @@ here = _Thread()
 """Holds the interceptor of the current thread, if it has one."""
 
 
-class Calls:
-    """The object in the slot of an intercepted module, shared by all pipes that intercept it."""
+class Guest:
+    """An object in a module's ``__dict__``, of which the module's copies have ``own``, if any."""
 
-    __slots__ = ("_module", "compiled", "route", "users")
+    own: Any = None
+
+    # For classes that copy or pickle their ``__dict__`` without asking for their state.
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self.own, memo)
+
+    def __reduce__(self) -> Any:
+        return copy.copy, (self.own,)
+
+
+class _State(Guest):
+    """The ``__getstate__`` of an intercepted module, which ``copy`` and ``pickle`` call."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
-        self.compiled: Callable[..., Any] | None = compiled_call(module)
+
+    def __call__(self) -> Any:
+        module = self._module()
+        plain = object.__new__(type(module))
+        for name, value in [*vars(module).items()]:
+            own = value
+            while isinstance(own, Guest):
+                own = own.own
+            if own is value or own is not None:
+                plain.__dict__[name] = own
+        return plain.__getstate__()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self._module(), memo).__getstate__
+
+
+class Calls(Guest):
+    """The object in the slot of an intercepted module, shared by all pipes that intercept it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+        self.own: Callable[..., Any] | None = compiled_call(module)
         self.route: Route | None = None
         self.users = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module: Any = self._module()
-        call = self.compiled or plain_call(module)
+        call = self.own or plain_call(module)
         route = self.route  # the pipe may be closed meanwhile
         if route is not None and route.is_outside():
             call = partial(_send, route, call)
@@ -90,6 +126,7 @@ def calls_of(module: nn.Module) -> Calls:
     calls = module.__dict__.get(COMPILED_CALL)
     if not isinstance(calls, Calls):
         calls = module.__dict__[COMPILED_CALL] = Calls(module)
+        module.__dict__["__getstate__"] = _State(module)
     return calls
 
 
@@ -99,10 +136,12 @@ def release(modules: Iterable[nn.Module]) -> None:
         calls = module.__dict__.get(COMPILED_CALL)
         if isinstance(calls, Calls):
             calls.users -= 1
-            if not calls.users:
-                del module.__dict__[COMPILED_CALL]
-                if calls.compiled is not None:
-                    module.__dict__[COMPILED_CALL] = calls.compiled
+            if calls.users:
+                continue
+            del module.__dict__[COMPILED_CALL]
+            if calls.own is not None:
+                module.__dict__[COMPILED_CALL] = calls.own
+        module.__dict__.pop("__getstate__", None)
 
 
 def is_unseen(module: nn.Module) -> bool:
@@ -113,4 +152,4 @@ def is_unseen(module: nn.Module) -> bool:
 def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
     """Return the compiled call of ``module.compile()``, even if it is not in the slot now."""
     found: Callable[..., Any] | None = getattr(module, COMPILED_CALL, None)
-    return found.compiled if isinstance(found, Calls) else found
+    return found.own if isinstance(found, Calls) else found

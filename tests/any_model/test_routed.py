@@ -7,6 +7,7 @@ import inspect
 import io
 import pickle
 import threading
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from pipert import PipeClosedError
 from pipert.any_model.routed import pipe_of
-from tests.any_model.in_place import a_model, a_pipe, rows, runs
+from tests.any_model.in_place import Model, a_model, a_pipe, rows, runs
 from tests.contract.ways import grads_of
 
 
@@ -147,6 +148,54 @@ def test_a_forward_replaced_later_still_goes_through_the_pipe() -> None:
         assert runs(pipe) == 1
     torch.testing.assert_close(model(x), expected, rtol=1e-12, atol=0)
     assert runs(pipe) == 0
+
+
+@pytest.mark.parametrize("how", ["class", "another class", "class, wrapped by accelerate"])
+@pytest.mark.parametrize("schedule", ["", "1f1b"])
+def test_a_forward_that_the_class_gets_later_is_what_the_pipe_runs(
+    how: str, schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Liger and unsloth do, to the class of a model that exists."""
+
+    class Doubled(Model):
+        def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            y: Tensor = plain(self, x, *args, **kwargs) * 2
+            return y
+
+    plain, x = Model.forward, rows()
+    model: Any = a_model()
+    expected = copy.deepcopy(model)(x) * 2
+    with a_pipe(model) as pipe:
+        if how.endswith("accelerate"):  # which binds the function of what it finds
+            model.forward = types.MethodType(model.forward.__func__, model)
+        if how == "another class":
+            model.__class__ = Doubled
+        else:
+            monkeypatch.setattr(Model, "forward", Doubled.forward)
+        if schedule:
+            loss = pipe.forward_backward(x, loss_fn=lambda y, _: y.mean(), schedule=schedule)
+            torch.testing.assert_close(loss, expected.mean())
+        else:
+            for call in (model, model.forward, pipe):
+                torch.testing.assert_close(call(x), expected, rtol=1e-12, atol=0)
+            assert runs(pipe) == 3
+    torch.testing.assert_close(model(x), expected, rtol=1e-12, atol=0)
+
+
+def test_a_copy_of_a_model_whose_forward_is_wrapped_and_bound_computes_by_itself() -> None:
+    """As accelerate wraps it: its function, which is then bound to the model."""
+    x = rows()
+    model: Any = a_model()
+    with a_pipe(model) as pipe:
+        inner = model.forward.__func__
+        model.forward = types.MethodType(lambda self, *args: inner(self, *args) * 2, model)
+        copied, expected = copy.deepcopy(model), model(x)
+        assert runs(pipe) == 1
+        torch.testing.assert_close(copied(x), expected, rtol=1e-12, atol=0)
+        with torch.no_grad():
+            for weight in copied.parameters():
+                weight.zero_()
+        assert not copied(x).any() and runs(pipe) == 0
 
 
 def test_a_forward_of_the_model_s_own_before_is_there_again_after() -> None:

@@ -220,3 +220,27 @@ def test_a_failed_step_does_not_update_deferred_statistics() -> None:
         failing.clear()
         pipe.forward_backward(x, loss_fn=sum_of_squares)
         assert not torch.equal(norm.running_mean, before)
+
+
+class Stores(nn.Linear):
+    """Keeps a loss of its own, such as that of a gate, on itself."""
+
+    loss: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x).tanh()
+        self.loss = y.square().mean()
+        return y
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
+def test_a_stored_loss_whose_graph_a_backward_has_gone_through_is_explained(schedule: str) -> None:
+    layers, x = nn.Sequential(*[Stores(3, 3) for _ in range(4)]), torch.randn(6, 3)
+    with Pipe(layers, [2, 2], devices=["cpu"] * 2, chunks=3) as pipe:
+        pipe.forward_backward(x, loss_fn=lambda y, _: y.mean())
+        stored = [layer.loss for layer in layers]
+        with pytest.raises(RuntimeError) as caught:
+            pipe.forward_backward(
+                x, loss_fn=lambda y, _: y.mean() + sum(stored), schedule=schedule
+            )
+    assert "return it from the layers up to loss_fn" in "".join(caught.value.__notes__)
