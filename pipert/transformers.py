@@ -172,7 +172,7 @@ class Pipelined(_Base):  # type: ignore[misc,unused-ignore]
     def _pipe_parts(self, inputs: Any, number: Tensor | int | None) -> Sequence[Any]:
         """Split a batch by its rows if its loss is a sum that is divided by ``number``."""
         adds_up = self.compute_loss.__module__ in _OF_SUMS and (
-            self.compute_loss_func is not None or divides_by_number_of_items(self.model)
+            self.compute_loss_func is not None or divides_by_number_of_items(self.model, {})
         )
         rows = {len(tensor) for tensor in tensors_of(inputs)[0] if tensor.dim()}
         if number is None or not adds_up or len(rows) != 1 or not isinstance(inputs, Mapping):

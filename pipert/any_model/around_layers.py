@@ -8,13 +8,13 @@ recordings.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, is_tensor, nn
 
 from pipert._torch import BatchNorm, NormBase, node_count
 from pipert._typing import Value
@@ -28,6 +28,8 @@ from pipert.any_model.parameter_copies import ParameterCopies
 from pipert.any_model.shared_state import Inspection
 from pipert.any_model.tensor_copies import TensorCopies
 from pipert.autograd.order import begin_numbers
+from pipert.batch.microbatch import Arguments
+from pipert.batch.trees import ORDINARY, flatten
 from pipert.layers.batchnorm import PartitionStats
 from pipert.layers.cpu_draws import DRAWING
 from pipert.layers.modules import modules_of
@@ -147,12 +149,17 @@ class AroundLayers:
         if notifier.recorder is not None:
             self._recording = ForwardRecording(self._i, notifier)
         self.begin(stage)
+        own = x if shared.run.plan.m == 1 else None
+        x = x if self._intercept is None else self._intercept.enter_inputs(x)
+        containers = _containers(x) if x is not own else []
         if self._intercept is None:
             y = forward(x)
         else:
-            x = self._intercept.enter_inputs(x)
             with self._intercept:
                 y = forward(x)
+        if containers and (shared.step is None or shared.run.function is None):
+            _refuse_filled(containers)
+        if self._intercept is not None:
             shared.parameters.refuse_functions(y)
             y = map_tensors(y, self._intercept.bring)
             if (cut := self._stage.cut) is not None and self._graph is not None:
@@ -272,3 +279,26 @@ class AroundLayers:
 
     def __repr__(self) -> str:
         return f"<AroundLayers of micro-batch {self._i}>"
+
+
+def _containers(x: Value) -> list[tuple[Any, Any, int]]:
+    """Return the containers among the arguments: the name and the size of each."""
+    args, kwargs = x if isinstance(x, Arguments) else ((x,), {})
+    named = [*enumerate(args), *kwargs.items()]
+    found = [each for each in named if not (type(each[1]) in ORDINARY or is_tensor(each[1]))]
+    return [(name, value, _size(value)) for name, value in found]
+
+
+def _size(value: Any) -> int:
+    return len(flatten(value)[0]) + (len(value) if isinstance(value, Sized) else 0)
+
+
+def _refuse_filled(containers: list[tuple[Any, Any, int]]) -> None:
+    """Refuse that the forward has put something into a copy, which its caller does not see."""
+    for name, value, before in containers:
+        if _size(value) > before:
+            raise ValueError(
+                f"forward adds to the {type(value).__name__} that is its argument {name!r}; each "
+                "micro-batch has one of its own, so the caller's would stay as it is. Return what "
+                "is added; or use chunks=1, with inputs on the first device"
+            )

@@ -12,10 +12,10 @@ it in the pipe:
 3. Code that runs inside of the pipe gets the plain ``forward``. So do a copy and a pickled model.
    It is that of the class, which a library may replace later, unless the model had its own.
 4. Outputs are on the device of the inputs, as the plain model's would be.
-5. The loss of a call with labels is the plain model's. It is computed in one micro-batch,
-   unless it is a sum that is divided by what the caller says, ``num_items_in_batch``.
+5. The loss of a call with labels is the plain model's. It is computed in one micro-batch, unless it
+   is a sum divided by ``num_items_in_batch``, which the caller gives or labels show.
 6. A call with a cache of keys and values is one micro-batch, since the cache belongs to all rows.
-   A training step gets none, unless it asks. So is a call with ``adapter_names``.
+   Training in several gets none, unless it asks. A call with ``adapter_names`` is one, too.
 7. A call of a module around layers is one micro-batch, too, and goes through the pipe while no
    other call does: the model may call its parts on threads of its own.
 """
@@ -25,6 +25,7 @@ from __future__ import annotations
 import copy
 import inspect
 import types
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -36,6 +37,7 @@ from torch import Tensor, nn
 from pipert._torch import backward_id
 from pipert._typing import Value
 from pipert.batch.joining import JoinNumbers
+from pipert.batch.microbatch import Replicate
 from pipert.batch.tensors import tensors_of
 from pipert.layers.intercepted import Guest, calls_of, here, intercept, release
 from pipert.model.cuts import is_called
@@ -48,6 +50,7 @@ class Runs(Protocol):
 
     module: nn.Module
     """The model."""
+    chunks: int
 
     def is_inside(self) -> bool:
         """Whether the current code runs inside of the pipe."""
@@ -55,8 +58,8 @@ class Runs(Protocol):
     def is_running(self) -> bool:
         """Whether any call of the pipe is on its way."""
 
-    def splits_or_recomputes(self) -> bool:
-        """Whether a call has several micro-batches, or is recomputed."""
+    def splits_or_recomputes(self, in_one: bool = False) -> bool:
+        """Whether a call has several micro-batches, if not ``in_one``, or is recomputed."""
 
     def call_part(
         self,
@@ -64,10 +67,10 @@ class Runs(Protocol):
         call: Callable[..., Value],
         args: Any,
         kwargs: dict[str, Any],
-        in_one: bool,
+        why_in_one: str,
         join_numbers: JoinNumbers,
     ) -> Value:
-        """Call ``module`` with a mini-batch; ``in_one`` micro-batch, or split as usual."""
+        """Call ``module`` with a mini-batch, in one micro-batch if there is a reason."""
 
 
 # The routes of each module, in the order they were made.
@@ -86,6 +89,7 @@ class Routed(Guest):
         self._module = module
         self._pipe: Runs | None = pipe
         self.own = module.__dict__.get("forward")
+        self._has_warned = False
         module.__dict__["forward"] = self
         intercept([module])
         calls_of(module).route = self
@@ -96,6 +100,7 @@ class Routed(Guest):
             return self.send(self._plain(), args, kwargs)
         pipe = self._pipe
         if pipe is not None and self._makes_cache(args, kwargs) and pipe.splits_or_recomputes():
+            self._refuse_packed(self._named(args, kwargs))
             kwargs["use_cache"] = False
         return self._plain()(*args, **kwargs)
 
@@ -139,20 +144,79 @@ class Routed(Guest):
         pipe = self._pipe
         if pipe is None:  # closed in this moment
             return call(*args, **kwargs)
-        adds_up = kwargs.get("num_items_in_batch") is not None
-        adds_up = adds_up and divides_by_number_of_items(self._module)
-        # What a part of the model takes may have its rows elsewhere.
-        in_one = self._module is not pipe.module or self._has_cache(args, kwargs)
-        in_one = in_one or _asks_for_loss(kwargs) and not adds_up
-        # For these peft registers hooks on the layers, in which one micro-batch has its own.
-        in_one = in_one or kwargs.get("adapter_names") is not None
+        given, tensors = self._named(args, kwargs), tensors_of((args, kwargs))[0]
+        adds_up = divides_by_number_of_items(self._module, given)
+        if adds_up and given.get("num_items_in_batch") is None:
+            adds_up = isinstance(given.get("labels"), Tensor) and counts_labels(self._module)
+        why = self._why_in_one(pipe, args, kwargs, given, tensors, adds_up)
+        if adds_up and not why and pipe.chunks > 1 and given.get("num_items_in_batch") is None:
+            kwargs = {**kwargs, "num_items_in_batch": _number_of_items(given)}
         if self._makes_cache(args, kwargs):  # as it does by default without gradients only
-            keeps = not torch.is_grad_enabled() or not pipe.splits_or_recomputes()
+            keeps = not torch.is_grad_enabled() or not pipe.splits_or_recomputes(bool(why))
+            if not keeps:
+                self._refuse_packed(given)
             kwargs = {**kwargs, "use_cache": keeps}
+        whole = {id(value) for name, value in given.items() if _is_whole(name, value)}
+        args = tuple([Replicate(each) if id(each) in whole else each for each in args])
+        kwargs = {k: Replicate(each) if id(each) in whole else each for k, each in kwargs.items()}
         join = _Sum() if adds_up else _refuse_numbers
-        given = tensors_of((args, kwargs))[0]
-        y = pipe.call_part(self._module, call, args, kwargs, in_one, join)
-        return _on(given[0].device, y) if given else y
+        y = pipe.call_part(self._module, call, args, kwargs, why, join)
+        return _on(tensors[0].device, y) if tensors else y
+
+    def _why_in_one(
+        self, pipe: Runs, args: Any, kwargs: dict[str, Any], given: dict[str, Any],
+        tensors: Sequence[Tensor], adds_up: bool,
+    ) -> str:  # fmt: skip
+        """Return why a call is one micro-batch; empty if it is split."""
+        if self._module is not pipe.module:
+            return "a part of the model was called, whose arguments may have rows elsewhere"
+        first = next((given[k] for k in _FIRST if given.get(k) is not None), [*tensors, None][0])
+        if isinstance(first, Tensor) and first.dim() and len(first) == 1:
+            return "the first argument has one row"
+        positions = given.get("position_ids")
+        if isinstance(positions, Tensor) and positions.dim() > 2:
+            return "position_ids of three dimensions have their rows in another one than the first"
+        if self._has_cache(args, kwargs):
+            return "it has a cache of keys and values (use_cache=False says that nobody needs it)"
+        # For these peft registers hooks on the layers, in which one micro-batch has its own.
+        if given.get("adapter_names") is not None:
+            return "it has adapter_names"
+        if adds_up or not _asks_for_loss(kwargs):
+            return ""
+        why = "what its loss for all labels would be is not known from those of micro-batches"
+        if not self._has_warned and pipe.chunks > 1 and torch.is_grad_enabled():
+            warnings.warn(
+                f"a call of {type(self._module).__name__} with labels is one micro-batch of "
+                f"{pipe.chunks} asked for, because {why}; take a step with "
+                "pipe.forward_backward(step=...), or give no labels and compute the loss from the "
+                "outputs",
+                UserWarning,
+                stacklevel=6,
+            )
+            self._has_warned = True
+        return why
+
+    def _named(self, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments by name, as far as positional ones have names."""
+        names = self.__signature__.parameters if args else ()
+        return {**dict(zip(names, args, strict=False)), **kwargs}
+
+    def _refuse_packed(self, given: Mapping[str, Any]) -> None:
+        """Refuse packed rows of a model without the cache that it makes by default.
+
+        Raises:
+            ValueError: transformers keeps their texts apart only where there is no cache.
+        """
+        positions: Any = given.get("position_ids")
+        if not isinstance(positions, Tensor) or given.get("attention_mask") is not None:
+            return
+        kind = getattr(self._module.config, "_attn_implementation", None) or ""
+        if "flash" not in kind and bool((positions.diff() != 1).any()):
+            raise ValueError(
+                "position_ids that start again and no attention_mask: the model keeps such packed "
+                "texts apart only without a cache. It makes one by default, which a pipe cannot "
+                "split or recompute; say use_cache=False, in the call or in model.config"
+            )
 
     def _has_cache(self, args: Any, kwargs: dict[str, Any]) -> bool:
         """Whether a call has a cache, or gets one that its caller may use later."""
@@ -220,18 +284,65 @@ def _open_of(module: nn.Module) -> list[Routed]:
     return [routed for routed in every if routed is not None and routed._pipe is not None]
 
 
-def divides_by_number_of_items(model: nn.Module) -> bool:
+def divides_by_number_of_items(model: nn.Module, given: Mapping[str, Any]) -> bool:
     """Return whether the loss of a model of transformers is a sum over ``num_items_in_batch``.
 
     Others take that argument and compute a mean all the same, or add the mean of something else,
-    such as the balance loss of experts.
+    such as the balance loss of experts, which a call may ask for.
     """
     config: Any = getattr(model, "config", None)
+    adds = getattr(config, "output_router_logits", False) or given.get("output_router_logits")
+    adds = adds or getattr(config, "z_loss_coefficient", 0)
     loss: Any = getattr(model, "loss_function", None)
     is_of_library = getattr(loss, "__module__", "").startswith("transformers.")
     is_sum = is_of_library and getattr(loss, "__name__", "") == "ForCausalLMLoss"
     is_used = getattr(model, "loss_type", None) == "ForCausalLM"  # others may have it for nothing
-    return is_sum and is_used and not getattr(config, "output_router_logits", False)
+    return is_sum and is_used and not adds
+
+
+def counts_labels(model: nn.Module) -> bool:
+    """Return whether a model of transformers counts the labels that its caller gives.
+
+    Others may put some before them, as peft's prompts do.
+    """
+    config = getattr(model, "active_peft_config", None)
+    base: Any = model.get_base_model() if config is not None else model  # type: ignore[operator]
+    is_of_library = type(base).forward.__module__.startswith("transformers.")
+    return is_of_library and not getattr(config, "is_prompt_learning", False)
+
+
+def _number_of_items(given: Mapping[str, Any]) -> Tensor:
+    """Return the number of labels that ``ForCausalLMLoss`` counts."""
+    shifted = given.get("shift_labels")
+    labels: Tensor = given["labels"][..., 1:] if shifted is None else shifted
+    number: Tensor = (labels != given.get("ignore_index", -100)).sum()
+    return number
+
+
+_FIRST = ("input_ids", "inputs_embeds")
+
+# What has no rows, or no more than one that belongs to all, by the names of transformers and torch.
+_WHOLE = {
+    "cache_position", "cross_attn_head_mask", "cu_seq_lens_k", "cu_seq_lens_q", "cu_seqlens",
+    "decoder_head_mask", "head_mask", "logits_to_keep", "num_items_in_batch", "num_logits_to_keep",
+}  # fmt: skip
+_FOR_ALL_ROWS = {"attention_mask", "decoder_position_ids", "position_ids"}
+_OF_TIMES = {"attn_mask", "memory_mask", "src_mask", "tgt_mask"}
+
+
+def _is_whole(name: str, value: Any) -> bool:
+    """Return whether an argument in place goes whole to each micro-batch."""
+    if not isinstance(value, Tensor) or not value.dim():
+        return False
+    if name in _WHOLE or name in _FOR_ALL_ROWS and len(value) == 1:
+        return True
+    if value.dim() != 2 or name in _OF_TIMES:
+        return name in _OF_TIMES and value.dim() == 2
+    if not name.endswith("mask") or name in _FOR_ALL_ROWS or value.size(0) != value.size(1):
+        return False
+    causal = torch.ones_like(value, dtype=torch.bool).tril()  # as no padding of rows looks
+    like = torch.where(causal, value[0, 0], value[0, -1])
+    return len(value) > 2 and bool(value[0, 0] != value[0, -1]) and torch.equal(value, like)
 
 
 class _Sum:

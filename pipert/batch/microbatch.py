@@ -155,8 +155,9 @@ def scatter_with_sizes(
                 )
     m = max(1, min(chunks, 1 if batch is None else batch))
     if m == 1:
-        whole = pytree.tree_unflatten(_unwrapped(leaves), spec)
-        return [as_value(*whole)], [1 if batch is None else batch]
+        if any([isinstance(leaf, Replicate) for leaf in leaves]):
+            args, kwargs = pytree.tree_unflatten(_unwrapped(leaves), spec)
+        return [as_value(args, kwargs)], [1 if batch is None else batch]  # in the caller's lists
     assert batch is not None
     sizes = [batch // m + (i < batch % m) for i in range(m)]
     parts: dict[int, list[Any]] = {}

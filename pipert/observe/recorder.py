@@ -113,6 +113,7 @@ class Recording:
         self.spans: list[Span] = []
         self.steps: set[int] = set()  # the runs whose backward is done by the workers
         self.failed: set[int] = set()  # the runs that did not succeed, even if they recorded spans
+        self.in_one: dict[str, None] = {}  # why calls had one micro-batch, though more were asked
         self.is_open = True
 
     def events(self) -> list[Event]:

@@ -30,6 +30,7 @@ from pipert.model.split import (
     warn_if_not_batch_first,
 )
 from pipert.pipes.pipelined import Pipelined
+from pipert.schedules.plan import recomputed_in_each
 from pipert.skip.verify import declarations
 from pipert.workers.context import refuse_transforms
 
@@ -142,8 +143,11 @@ class ModulePipe(Pipelined):
         """Whether any call of the pipe is on its way."""
         return bool(self._runtime.counters.live)
 
-    def splits_or_recomputes(self) -> bool:
-        """Whether a call of the model has several micro-batches, or is recomputed."""
+    def splits_or_recomputes(self, in_one: bool = False) -> bool:
+        """Whether a call has several micro-batches, if not ``in_one``, or is recomputed."""
+        if in_one:
+            recomputed = recomputed_in_each(self.checkpoint, 1, len(self._partitions))
+            return torch.is_grad_enabled() and any(recomputed)
         return self._chunks > 1 or (
             torch.is_grad_enabled() and self._checkpoint not in (None, "never")
         )
@@ -154,7 +158,7 @@ class ModulePipe(Pipelined):
         call: Callable[..., Value],
         args: Any,
         kwargs: dict[str, Any],
-        in_one: bool,
+        why_in_one: str,
         join_numbers: JoinNumbers,
     ) -> Value:
         """Call the model, or a part of it that calls layers, with a mini-batch.
@@ -164,12 +168,16 @@ class ModulePipe(Pipelined):
             call: calls it; runs for each micro-batch.
             args: its arguments, split as in :meth:`forward`.
             kwargs: likewise.
-            in_one: whether they are one micro-batch instead.
+            why_in_one: why they are one micro-batch instead, if they are.
             join_numbers: joins 0-dimensional outputs of several micro-batches.
         """
         refuse_compilation()
         refuse_transforms()
-        chunks = 1 if in_one else self._chunks
+        chunks = 1 if why_in_one else self._chunks
+        if chunks < self._chunks:
+            for recording in self._runtime.counters.recordings:
+                text = f"one micro-batch of {self._chunks} asked for, because {why_in_one}"
+                recording.in_one[text] = None
         if module is not self.module:
             return super()._call(args, kwargs, chunks, self._timeout, call, join_numbers)
         return self._call(args, kwargs, chunks, self._timeout, call, join_numbers)

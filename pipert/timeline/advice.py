@@ -37,7 +37,7 @@ class Advice:
     """One thing that holds the pipe back, and what may help."""
 
     kind: str
-    """``'outside'``, ``'cores'``, ``'balance'``, ``'short tasks'`` or ``'plan'``."""
+    """``'outside'``, ``'cores'``, ``'balance'``, ``'short tasks'``, ``'plan'`` or ``'chunks'``."""
     text: str
 
 

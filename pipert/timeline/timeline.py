@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ from pipert.model.devices import assign_workers
 from pipert.observe.event import KINDS, Event
 from pipert.observe.notifier import Counters
 from pipert.observe.recorder import Recording
+from pipert.timeline.advice import Advice
 from pipert.timeline.chrome import chrome_trace
 from pipert.timeline.fit import Fitted, fit
 from pipert.timeline.picture import save_picture
@@ -181,6 +183,11 @@ class LiveTimeline(Timeline):
     @property
     def steps(self) -> frozenset[int]:
         return frozenset(self._recording.steps)
+
+    def _report(self, events: Sequence[Event]) -> Report:
+        report, in_one = super()._report(events), tuple(self._recording.in_one)
+        advice = tuple([Advice("chunks", text) for text in in_one])
+        return replace(report, advice=(*advice, *report.advice))
 
     @property
     def failed(self) -> frozenset[int]:

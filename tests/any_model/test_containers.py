@@ -196,3 +196,51 @@ class Returned(nn.Module):
 @each_how
 def test_a_list_that_a_layer_returns_is_the_one_it_was_given(how: How) -> None:
     compare(Returned(), CUTS, how)
+
+
+class Filling(nn.Module):
+    """A model that adds to what its caller hands in, and takes out what only it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, seen: Any, more: dict[str, Tensor]) -> Tensor:
+        x = self.first(x) + more.pop("shift")
+        if isinstance(seen, dict):
+            seen[len(seen)] = x
+        elif seen is not None:
+            seen.append(x)
+        return self.second(x)
+
+
+def filling(chunks: int, device: str = "cpu") -> tuple[Any, nn.Module, Tensor]:
+    torch.manual_seed(0)
+    model, x = Filling(), torch.randn(4, 4)
+    plain = copy.deepcopy(model)
+    pipe = pipert.pipeline(model, ["second"], devices=[device] * 2, chunks=chunks)
+    return pipe, plain, x
+
+
+@pytest.mark.parametrize("kind", [dict, list, Keys])
+def test_with_one_micro_batch_a_container_that_a_forward_fills_is_the_caller_s(kind: type) -> None:
+    pipe, plain, x = filling(chunks=1)
+    with pipe:
+        mine, its = kind(), kind()
+        for _ in range(2):
+            torch.testing.assert_close(
+                pipe.module(x, its, {"shift": x}), plain(x, mine, {"shift": x})
+            )
+        assert len(its) == len(mine) == 2
+        for k in range(2):
+            torch.testing.assert_close(its[k], mine[k])
+
+
+@pytest.mark.parametrize("kind", [dict, list, Keys])
+def test_with_several_a_container_that_a_forward_fills_is_refused_by_name(kind: type) -> None:
+    pipe, plain, x = filling(chunks=2)
+    with pipe:
+        with pytest.raises(ValueError, match=rf"adds to the {kind.__name__} .* 'seen'.*chunks=1"):
+            pipe.module(x, seen=kind(), more={"shift": x})
+        more = {"shift": x}
+        torch.testing.assert_close(pipe.module(x, None, more), plain(x, None, dict(more)))
