@@ -20,7 +20,8 @@ Floats are fractions, so all of this is exact: integers inside.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
 
 __all__: list[str] = []
@@ -34,12 +35,14 @@ def minimise_longest_block(
     speeds: Sequence[float],
     entry_costs: Sequence[float] | None = None,
     exit_costs: Sequence[float] | None = None,
+    fits: Callable[[int, int, int], bool] = lambda j, s, e: True,
 ) -> list[int]:
-    """Returns the number of layers in each block of the best split.
+    """Returns the number of layers in each block of the best split; none if no split fits.
 
     The caller has checked the arguments: there are one or more speeds and no more than costs;
     costs, entry and exit costs (default: none) are finite, not negative and equally many; speeds
-    are finite and positive. Entry and exit costs do not depend on the device's speed.
+    are finite and positive. Entry and exit costs do not depend on the device's speed. Device ``j``
+    takes layers ``s`` to ``e - 1`` if ``fits(j, s, e)``, and then any part of them.
     """
     layers, n = len(costs), len(speeds)
     zeros = [0] * layers
@@ -54,7 +57,10 @@ def minimise_longest_block(
         sums = [unit * one // speed * total for total in totals]
         # Each later device needs a layer, and the last one ends with the last layer.
         ends = range(j + 1, layers - n + j + 2) if j < n - 1 else [layers]
-        best = {e: _last_block(e, best, sums, entries, exits[e]) for e in ends}
+        found = {e: _last_block(e, best, sums, entries, exits[e], partial(fits, j)) for e in ends}
+        best = {e: split for e, split in found.items() if split is not None}
+        if not best:
+            return []
     return best[layers][3]
 
 
@@ -66,13 +72,14 @@ def _as_integers(numbers: Sequence[float]) -> list[int]:
 
 
 def _last_block(
-    e: int, before: dict[int, _Split], sums: list[int], entries: list[int], leaving: int
-) -> _Split:
+    e: int, before: dict[int, _Split], sums: list[int], entries: list[int], leaving: int,
+    fits: Callable[[int, int], bool],
+) -> _Split | None:  # fmt: skip
     """Returns the best split of the layers before ``e``, given those on one device less."""
     found: _Split | None = None
     for s in range(e - 1, min(before) - 1, -1):
         least = sums[e] - sums[s] + leaving
-        if found is not None and least > found[0]:
+        if found is not None and least > found[0] or not fits(s, e):
             break
         if s in before:
             cost = least + entries[s]
@@ -80,5 +87,4 @@ def _last_block(
             key = max(longest, cost), costs + cost**2, counts + (e - s) ** 2
             if found is None or key < found[:3]:
                 found = *key, [*split, e - s]
-    assert found is not None
     return found

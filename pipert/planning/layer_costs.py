@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -89,6 +90,8 @@ def block_costs(
 ) -> list[list[LayerCost]]:
     """Measure each block of a model, see :func:`.measure_calls`; ``loss`` belongs to the last one.
 
+    A block that this micro-batch does not call, such as an expert, has no costs: it is in another.
+
     Of a recomputed micro-batch the inputs of all layers stay, and what the model's own code saves.
     """
 
@@ -109,12 +112,27 @@ def block_costs(
     for _ in range(1 + _ROUNDS):
         given.clear()
         measured = _Measure()
-        each = measure_calls(model, layers, begins, example, device, measure, _own_code, loss)
+        with _without_caches(model):
+            each = measure_calls(model, layers, begins, example, device, measure, _own_code, loss)
         rounds.append(each)
-    costs = [_medians([found[name] for found in rounds[1:]]) for name in begins]
+    costs = [_medians([found.get(name, []) for found in rounds[1:]]) for name in begins]
     sizes = measured.sizes_of(model)  # what belongs to no layer that was called
-    costs[0].insert(0, _own_code(0.0, 0)._replace(**sizes))
+    next(filter(None, costs)).insert(0, _own_code(0.0, 0)._replace(**sizes))
     return costs
+
+
+@contextlib.contextmanager
+def _without_caches(model: nn.Module) -> Iterator[None]:
+    """Let models of transformers make no cache by default, as in a pipe that recomputes."""
+    configs = [vars(module).get("config") for module in model.modules()]
+    ones = [config for config in configs if getattr(config, "use_cache", None) is True]
+    for config in ones:
+        config.use_cache = False  # type: ignore[union-attr]
+    try:
+        yield
+    finally:
+        for config in ones:
+            config.use_cache = True  # type: ignore[union-attr]
 
 
 _ROUNDS = 3

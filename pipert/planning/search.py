@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import math
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import copy
+from functools import cache, partial
 from itertools import accumulate, chain, pairwise, product
+from operator import gt, sub
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from pipert._torch import NormBase
 from pipert._typing import Device, Value
+from pipert.balance.blocks import minimise_longest_block
 from pipert.balance.by_calls import find_blocks
-from pipert.balance.by_cost import balance_by_cost, check_partitions
+from pipert.balance.by_cost import check_partitions
 from pipert.balance.by_time import now
-from pipert.balance.probe import as_arguments, copied, measuring_device, micro_batches
+from pipert.balance.probe import as_arguments, copied, measuring_device, micro_batches, storages
 from pipert.batch.microbatch import arguments_of
 from pipert.batch.tensors import tensors_of
 from pipert.model.calls import settled
@@ -27,7 +33,7 @@ from pipert.planning.layer_costs import LayerCost, block_costs, layer_costs
 from pipert.planning.memory import PartitionCost, peaks
 from pipert.schedules.action import BACKWARD, FORWARD, RECOMPUTE, WEIGHT, Action
 from pipert.schedules.plan import Plan, plan, recomputed_in_each
-from pipert.schedules.simulate import simulate
+from pipert.schedules.simulate import most_kept, simulate
 
 __all__ = ["plan_for"]
 
@@ -43,7 +49,8 @@ def plan_for(
     target: Value = None,
     devices: Iterable[Device] | None = None,
     chunks: Sequence[int] | None = None,
-    param_scale: float = 2.0,
+    optimizer: Optimizer | Callable[..., Optimizer] | None = None,
+    param_scale: float | None = None,
     best: int = 5,
 ) -> Candidates:
     """Find the fastest steps that fit the memory of the devices.
@@ -69,8 +76,10 @@ def plan_for(
             measured on the first. Default: the CUDA devices in order, or one CPU.
         chunks: the numbers of micro-batches to try. Default: one, two, four and eight times the
             number of devices, as far as there are rows, two of each if there are statistics.
-        param_scale: the memory of a trained parameter with its gradient and the optimizer's state,
-            relative to that of the parameter alone: 2 for SGD, 3 with momentum, 4 for Adam.
+        optimizer: the one to train with, or its class, such as ``torch.optim.AdamW``: a step of it
+            with a small parameter tells the memory of its state. Default: none, as plain SGD has.
+        param_scale: instead of it, the memory of a trained parameter with its gradient and the
+            optimizer's state, relative to that of the parameter alone, such as 4 for Adam.
         best: how many candidates to return, at most.
 
     Returns:
@@ -83,6 +92,10 @@ def plan_for(
         RuntimeError: a layer changes an argument, such as a cache, and could not be recomputed.
         Exception: whatever a layer raises, with a note that names the layer.
     """
+    if optimizer is not None and param_scale is not None:
+        raise ValueError("give optimizer or param_scale, got both")
+    if param_scale is None:
+        param_scale = _scale_of(optimizer)
     if param_scale < 2:
         raise ValueError(f"param_scale is 2 with gradients alone, or more, got {param_scale}")
     if best < 1:
@@ -95,7 +108,7 @@ def plan_for(
     prepare = _of_layers
     if not is_sequential(model):
         prepare, example = _of_model, arguments_of(example)
-    costs_for, begins = prepare(model, example, loss_fn, target, len(names), where[0])
+    costs_for = prepare(model, example, loss_fn, target, len(names), where[0])
     rows = min([len(tensor) for tensor in tensors_of(example)[0] if tensor.dim()], default=1)
     if any(isinstance(module, NormBase) and module.training for module in model.modules()):
         rows //= 2  # statistics need two
@@ -103,56 +116,60 @@ def plan_for(
     # Several numbers of chunks may make the same micro-batches.
     different = {len(micro_batches(example, m)): m for m in map(check_chunks, tried)}
     sizes = [sum(tensor.nbytes for tensor in tensors_of(x)[0]) for x in (example, target)]
-    search = _Search(names, where, begins, param_scale, sizes)
+    is_cut, copy_time = prepare is _of_model, cache(_copy_time)
+    search = _Search(names, where, copy_time, is_cut, limits, param_scale, sizes)
     found = [each for m in different for each in search.candidates(costs_for(m), m)]
-    fit = [each for each in found if all(a <= b for a, b in zip(each.peaks, limits, strict=True))]
+    fit = [each for each in found if not search.excess(each)]
     if not fit:
-        raise ValueError(_what_is_missing(found, limits, names))
+        raise ValueError(_what_is_missing(min(found, key=search.excess), limits, names))
     fastest = sorted(fit, key=lambda each: (round(each.seconds, 9), sum(each.peaks)))
     return Candidates(fastest[:best])
 
 
-_Measured = tuple[Callable[[int], list[list[LayerCost]]], list[str] | None]
-"""A function that returns the costs of blocks for a number of micro-batches; and the names of the
-modules with which the blocks begin, if they are no layers."""
+_Blocks = dict[str, list[LayerCost]]
+"""The costs in each block, by the name of the layer or module with which it begins."""
+_CostsFor = Callable[[int], _Blocks]
+"""Returns the costs of blocks for a number of micro-batches."""
+_CopyTime = Callable[[torch.device, torch.device, int], float]
 
 
 def _of_layers(
     model: Any, example: Value, loss_fn: LossFn, target: Value, d: int, where: torch.device
-) -> _Measured:
+) -> _CostsFor:
     check_module(model)
     check_partitions(d, len(model))
 
-    def costs_for(m: int) -> list[list[LayerCost]]:
-        value = micro_batches(example, m)[0]
-        if loss_fn is None:
-            return [[cost] for cost in layer_costs(model, value, where)]
-        # As a layer, which stays with the last one.
-        named = [*model._modules.items(), ("loss_fn", _Loss(loss_fn, _first(target, m, where)))]
-        *layers, last = layer_costs(nn.Sequential(OrderedDict(named)), value, where)
-        return [*([cost] for cost in layers[:-1]), [layers[-1], last]]
+    def costs_for(m: int) -> _Blocks:
+        value, named = micro_batches(example, m)[0], [*model._modules.items()]
+        if loss_fn is not None:  # as a layer, which stays with the last one
+            named.append(("loss_fn", _Loss(loss_fn, _first(target, m, where))))
+        costs = layer_costs(nn.Sequential(OrderedDict(named)), value, where)
+        blocks = {name: [cost] for name, cost in zip(model._modules, costs, strict=False)}
+        blocks[[*blocks][-1]] += costs[len(blocks) :]
+        return blocks
 
-    return costs_for, None
+    return costs_for
 
 
 def _of_model(
     model: nn.Module, example: Value, loss_fn: LossFn, target: Value, d: int, where: torch.device
-) -> _Measured:
+) -> _CostsFor:
     measuring_device(where, model)  # refuses parameters without values
     layers, begins = {"": model}, [""]
     if d > 1:
         first = as_arguments(micro_batches(example, d)[0])
         layers, begins = find_blocks(model, d, first, where, 2)
 
-    def costs_for(m: int) -> list[list[LayerCost]]:
+    def costs_for(m: int) -> _Blocks:
         value, aim = as_arguments(micro_batches(example, m)[0]), _first(target, m, where)
 
         def loss(output: Value) -> Value:
             return output if loss_fn is None else loss_fn(output, aim)
 
-        return block_costs(model, layers, begins, value, where, loss)
+        costs = block_costs(model, layers, begins, value, where, loss)
+        return {name: each for name, each in zip(begins, costs, strict=True) if each}
 
-    return costs_for, begins
+    return costs_for
 
 
 def _first(target: Value, m: int, where: torch.device) -> Value:
@@ -171,6 +188,22 @@ def _names(devices: Iterable[Device] | None) -> list[str]:
     if len(set(names)) < len(names):
         raise ValueError(f"each device is named once, got {names}")
     return names
+
+
+def _scale_of(optimizer: Optimizer | Callable[..., Optimizer] | None) -> float:
+    """Return the memory of a parameter, its gradient and its state, relative to the parameter's."""
+    parameter = nn.Parameter(torch.zeros(64, 64))
+    parameter.grad = torch.zeros_like(parameter)
+    if isinstance(optimizer, Optimizer):  # not a step of its own
+        one = copy(optimizer)
+        one.state, one.param_groups = defaultdict(dict), []
+        one.add_param_group({**optimizer.param_groups[0], "params": [parameter]})
+    elif optimizer is None:
+        return 2.0
+    else:
+        one = optimizer([parameter])
+    one.step()
+    return 2 + sum(storages([*one.state[parameter].values()]).values()) / parameter.nbytes
 
 
 class _Loss(nn.Module):
@@ -193,51 +226,105 @@ class _Search(NamedTuple):
 
     names: list[str]
     where: list[torch.device]
-    begins: list[str] | None
-    """The modules with which blocks begin, if they are no layers."""
+    copy_time: _CopyTime
+    is_cut: bool
+    """Whether blocks begin with modules of a model, by whose names they are; else with layers."""
+    limits: list[int]
     scale: float
     sizes: list[int]
     """The bytes of the mini-batch, and of the targets."""
 
-    def candidates(self, blocks: Sequence[Sequence[LayerCost]], m: int) -> Iterator[Candidate]:
-        """Yield all ways to divide the blocks and run ``m`` micro-batches."""
+    def candidates(self, blocks_of: _Blocks, m: int) -> Iterator[Candidate]:
+        """Yield ways to divide the blocks and run ``m`` micro-batches."""
         d = len(self.names)
         ways: list[tuple[list[int], tuple[str, ...]]] = [([*range(d)], _STRAIGHT)]
         if d > 1:
             ways += [([*range(d)] * 2, ("interleaved",))]
             ways += [([*range(d), *reversed(range(d))], ("zb-v",))]
-        seconds = [sum(cost.forward + cost.backward for cost in block) for block in blocks]
+        blocks = [*blocks_of.values()]
+        check_partitions(d, len(blocks))
+        part_of = cache(lambda a, b: PartitionCost.of([*chain(*blocks[a:b])]))
         for placement, schedules in ways:
             n = len(placement)
-            if n > len(blocks):
-                continue
-            balance = balance_by_cost(seconds, n)
-            ends = [0, *accumulate(balance)]
-            parts = [PartitionCost.of([*chain(*blocks[a:b])]) for a, b in pairwise(ends)]
-            cuts = None if self.begins is None else tuple([self.begins[k] for k in ends[1:-1]])
-            copying = _copy_times(parts, placement, self.where)
-            devices = tuple([self.names[k] for k in placement])
-            for schedule, modes in product(schedules, _modes(n)):
-                made = plan(schedule, m, n, placement, recomputed_in_each(modes, m, n))
-                yield Candidate(
-                    tuple(balance),
-                    cuts,
-                    devices,
-                    m,
-                    modes[0] if len(set(modes)) == 1 else modes,
-                    schedule,
-                    _seconds(made, parts, copying),
-                    tuple(peaks(made, parts, self.scale, *self.sizes)),
-                )
+            for schedule in schedules if n <= len(blocks) else ():
+
+                balanced = partial(self._balanced, [*blocks_of], part_of, m, placement, schedule)
+                tried = {modes: balanced(modes) for modes in _modes(n)}
+                is_full = [*map(gt, tried[("never",) * n].peaks, self.limits)]
+                modes = tuple([("never", "always")[is_full[k]] for k in placement])
+                yield from {modes: tried.get(modes) or balanced(modes), **tried}.values()
+
+    def excess(self, each: Candidate) -> int:
+        """Return by how many bytes a device has too little, at most."""
+        return max(0, *map(sub, each.peaks, self.limits))
+
+    def _balanced(
+        self, names: list[str], part_of: Callable[[int, int], PartitionCost], m: int,
+        placement: list[int], schedule: str, modes: tuple[str, ...],
+    ) -> Candidate:  # fmt: skip
+        """Return the way with the fastest balance that fits, or with one that comes close.
+
+        What a partition may use is corrected by the peaks of the balance before.
+        """
+        n = len(placement)
+        made = plan(schedule, m, n, placement, recomputed_in_each(modes, m, n))
+        keeps = most_kept(made, range(n))
+        again = [mode == "always" for mode in modes]
+
+        def used(j: int, a: int, b: int) -> float:
+            part = part_of(a, b)
+            each = part.kept if again[j] else part.saved
+            fixed = part.parameters + (self.scale - 1) * part.trained + part.backward_peak
+            return fixed + (keeps[j] - 1) * each
+
+        each_block = [part_of(k, k + 1) for k in range(len(names))]
+        seconds = [block.forward + block.backward for block in each_block]
+        extra = sum([block.forward for block in each_block]) / (sum(seconds) or 1.0)
+        speeds = [1 / (1 + extra * is_again) for is_again in again]
+        rooms = [math.inf] * n
+        tried = dict[tuple[int, ...], Candidate]()
+        while len(tried) < _BALANCES:
+
+            def fits(j: int, s: int, e: int, rooms: Sequence[float] = tuple(rooms)) -> bool:
+                return used(j, s, e) <= rooms[j]
+
+            found = minimise_longest_block(seconds, speeds, fits=fits)
+            if not found or tuple(found) in tried:
+                break
+            ends = [0, *accumulate(found)]
+            parts = [part_of(a, b) for a, b in pairwise(ends)]
+            each = Candidate(
+                tuple(found),
+                tuple([names[k] for k in ends[1:-1]]) if self.is_cut else None,
+                tuple([self.names[k] for k in placement]),
+                m,
+                modes[0] if len(set(modes)) == 1 else modes,
+                schedule,
+                _seconds(made, parts, _copy_times(parts, placement, self.where, self.copy_time)),
+                tuple(peaks(made, parts, self.scale, *self.sizes)),
+            )
+            tried[each.balance] = each
+            if not self.excess(each):
+                break
+            rooms = [
+                used(j, *ends[j : j + 2]) + (self.limits[k] - each.peaks[k]) / placement.count(k)
+                for j, k in enumerate(placement)
+            ]
+        return min(tried.values(), key=lambda each: (self.excess(each), each.seconds))
 
 
 _STRAIGHT = ("1f1b", "eager-1f1b", "zb-h1", "zb-h2")
+_BALANCES = 4
+"""How many balances are tried with one schedule and modes."""
 
 
 def _modes(n: int) -> Iterator[tuple[str, ...]]:
-    """Yield modes of partitions: the first ones keep most, so they are recomputed first."""
-    for k in range(n + 1):
-        yield ("always",) * k + ("never",) * (n - k)
+    """Yield modes of partitions: all of a few; else those that recompute the first partitions,
+    which keep most."""
+    if n <= 4:
+        yield from product(("never", "always"), repeat=n)
+    else:
+        yield from [("always",) * k + ("never",) * (n - k) for k in range(n + 1)]
 
 
 def _seconds(
@@ -257,31 +344,32 @@ def _seconds(
 
 
 def _copy_times(
-    parts: Sequence[PartitionCost], placement: Sequence[int], where: Sequence[torch.device]
-) -> Callable[[int, int], float]:
+    parts: Sequence[PartitionCost], placement: Sequence[int], where: Sequence[torch.device],
+    copy_time: _CopyTime,
+) -> Callable[[int, int], float]:  # fmt: skip
     """Return the measured times of copies between partitions, forward and backward."""
     times = dict[tuple[int, int], float]()
     for j in range(len(parts) - 1):
         source, target = where[placement[j]], where[placement[j + 1]]
-        seconds = 0.0
-        if source != target:
-            sent = torch.empty(parts[j + 1].given, dtype=torch.uint8, device=source)
-            for _ in range(2):  # the first time to warm up
-                now(source)
-                begin = now(target)
-                sent.to(target)
-                seconds = now(target) - begin
-        times[j, j + 1] = times[j + 1, j] = seconds
+        times[j, j + 1] = times[j + 1, j] = copy_time(source, target, parts[j + 1].given)
     return lambda j, to: times[j, to]
 
 
-def _what_is_missing(
-    found: Sequence[Candidate], limits: Sequence[int], names: Sequence[str]
-) -> str:
-    def excess(each: Candidate) -> int:
-        return max(peak - limit for peak, limit in zip(each.peaks, limits, strict=True))
+def _copy_time(source: torch.device, target: torch.device, size: int) -> float:
+    seconds = 0.0
+    if source != target:
+        sent = torch.empty(size, dtype=torch.uint8, device=source)
+        for _ in range(2):  # the first time to warm up
+            now(source)
+            begin = now(target)
+            sent.to(target)
+            seconds = now(target) - begin
+    return seconds
 
-    least = min(found, key=excess)
+
+def _what_is_missing(
+    least: Candidate, limits: Sequence[int], names: Sequence[str]
+) -> str:
     missing = [
         f"{name} needs {text_of(peak)} of {text_of(limit)}"
         for name, peak, limit in zip(names, least.peaks, limits, strict=True)

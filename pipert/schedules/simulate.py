@@ -13,9 +13,10 @@ In a plan's order each action comes after those it needs, so one pass is enough.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 
-from pipert.schedules.action import Action
+from pipert.schedules.action import BACKWARD, FORWARD, WEIGHT, Action
 from pipert.schedules.plan import Plan
 
 __all__: list[str] = []
@@ -45,3 +46,19 @@ def simulate(
         free[worker] = start + seconds(action)
         times[action] = start, free[worker]
     return times
+
+
+def most_kept(plan: Plan, places: Sequence[int]) -> Counter[int]:
+    """Count the most micro-batches that each place keeps, once for each of its partitions.
+
+    Args:
+        plan: the plan.
+        places: the place of each partition, such as its worker.
+    """
+    last = WEIGHT if WEIGHT in plan.occurring_kinds else BACKWARD
+    now, most = Counter[int](), Counter[int]()
+    for action in plan.order:
+        place = places[action.j]
+        now[place] += (action.kind == FORWARD) - (action.kind == last)
+        most[place] = max(most[place], now[place])
+    return most

@@ -14,7 +14,7 @@ from pipert.observe.event import Event
 from pipert.schedules.action import BACKWARD, FORWARD, RECOMPUTE, WEIGHT, Action, Ticks
 from pipert.schedules.greedy import greedy
 from pipert.schedules.plan import Plan, plan
-from pipert.schedules.simulate import simulate
+from pipert.schedules.simulate import most_kept, simulate
 from pipert.timeline.report import Report
 
 __all__ = ["Fitted", "Prediction"]
@@ -133,7 +133,7 @@ class Fitted:
 
         times = simulate(made, seconds, self._times.copying)
         counts = Counter(self._placement)
-        kept = _kept(made, WEIGHT if puts_off else BACKWARD)
+        kept = most_kept(made, made.placement)
         each = tuple([kept[worker] / counts[worker] for worker in sorted(counts)])
         return Prediction(name, max(end for _, end in times.values()), each)
 
@@ -143,16 +143,6 @@ class Fitted:
             kept = ", ".join(f"{count:g}" for count in each.kept)
             lines.append(f"{each.name:<12}{1e3 * each.seconds:>10.3f}  {kept}")
         return "\n".join(lines)
-
-
-def _kept(made: Plan, last: str) -> Counter[int]:
-    """Count the most micro-batches that each worker keeps, once for each of its partitions."""
-    now, most = Counter[int](), Counter[int]()
-    for action in made.order:
-        worker = made.placement[action.j]
-        now[worker] += (action.kind == FORWARD) - (action.kind == last)
-        most[worker] = max(most[worker], now[worker])
-    return most
 
 
 def fit(
