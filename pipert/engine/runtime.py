@@ -190,6 +190,8 @@ class Runtime:
             try:
                 run.effects.check()
                 step.check()
+                if stats is not None:
+                    stats.commit()  # before any gradient arrives, as in the plain module's forward
                 sums = [stage.cut.gradients for stage in stages if stage.cut is not None]
                 loss = step.commit(sums)
             except Exception:
