@@ -157,11 +157,14 @@ class ByHand(nn.BatchNorm1d):
 
 def test_a_norm_whose_statistics_cannot_be_deferred_is_refused() -> None:
     module = norm_first(ByHand(3))
-    before = statistics(module)
+    before, x = statistics(module), batch(8).requires_grad_()
     with deferred(module) as pipe:
         with pytest.raises(RuntimeError, match="ByHand.*deferred_batch_norm=False"):
             pipe(batch(8))
+        with pytest.raises(RuntimeError, match="ByHand.*deferred_batch_norm=False"):
+            pipe.forward_backward(x, loss_fn=lambda y, _: y.square().mean())
     same(statistics(module), before)
+    assert x.grad is None
 
 
 class InPlace(nn.BatchNorm1d):

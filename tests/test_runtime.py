@@ -22,8 +22,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+import pipert
 from pipert import Pipe, PipertError, ReentrantCallError, is_recomputing
 from pipert.stage.outcome import Outcome
+from pipert.stage.run import Run
 from pipert.workers.worker import WorkerThread
 from tests.activations import Activations
 from tests.callers import Caller
@@ -627,3 +629,20 @@ def test_a_layer_that_calls_its_own_pipe_by_way_of_another_one_is_refused() -> N
     layer.what.append(outer)
     with inner, outer, pytest.raises(ReentrantCallError):
         Caller(lambda: outer(rows(2))).result()
+
+
+def test_an_interrupt_at_the_end_of_a_run_skips_nothing_else_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A model's own code may draw, so the caller's generator has moved, and moves back."""
+    returned, state = list[Run](), torch.get_rng_state()
+
+    def interrupted(run: Run) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Run, "end", interrupted)
+    monkeypatch.setattr(Run, "return_what_was_read", lambda run: returned.append(run))
+    with pipert.pipeline(nn.Sequential(nn.Identity(), nn.Identity()), ["1"]) as pipe:
+        with pytest.raises(KeyboardInterrupt):
+            pipe(torch.ones(2, 1))
+    assert len(returned) == 1 and torch.equal(torch.get_rng_state(), state)

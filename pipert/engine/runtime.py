@@ -190,6 +190,8 @@ class Runtime:
             try:
                 run.effects.check()
                 step.check()
+                if stats is not None:
+                    stats.commit()  # before any gradient arrives, as in the plain module's forward
                 sums = [stage.cut.gradients for stage in stages if stage.cut is not None]
                 loss = step.commit(sums)
             except Exception:
@@ -233,10 +235,14 @@ class Runtime:
         try:
             with paused():
                 self.waiting.execute(run, posting, threads, timeout)
-        finally:
-            run.end()
-            run.return_what_was_read()
-            run.seed.settle()
+        finally:  # each, whatever interrupts another
+            try:
+                run.end()
+            finally:
+                try:
+                    run.return_what_was_read()
+                finally:
+                    run.seed.settle()
         notifier, error = run.notifier, run.outcome.take_error()
         if error is None:
             return

@@ -19,9 +19,8 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
-from itertools import compress
-from typing import NamedTuple
+from contextlib import ExitStack
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -141,8 +140,7 @@ class Effects:
 
     Args:
         at_end: whether the run calls :meth:`check`. Otherwise the end of each backward does.
-        streams: has a stream of each device on which the samples are compared; by default, they are
-            on the current one.
+        streams: has the stream of each device to compare on; by default the current one.
     """
 
     __slots__ = ("_at_end", "_last", "_lock", "_pairs", "_streams")
@@ -159,9 +157,10 @@ class Effects:
         pairs = list(pairs)
         with self._lock:
             self._pairs += pairs
-        if self._at_end:
+        if self._streams is not None:
             for device in {pair.before.device for pair in pairs if pair.before.is_cuda}:
                 self._last[device] = torch.cuda.current_stream(device).record_event()
+        if self._at_end:
             return
         if backward_id() < 0:  # the caller reads a saved tensor
             self.check()
@@ -181,27 +180,23 @@ class Effects:
         groups = defaultdict[object, list[_Pair]](list)
         for pair in pairs:
             groups[pair.before.device, pair.before.dtype, pair.before.numel()].append(pair)
-        with WithoutFunctions(), WithoutDispatch(), torch.inference_mode():
-            blocks = [self._behind(group[0].before.device) for group in groups.values()]
-            flags, found = list[Tensor](), list[_Pair]()
-            for block, group in zip(blocks, groups.values(), strict=True):  # on all devices
-                with block:
-                    flags.append(_differ(group))
-            for block, group, differ in zip(blocks, groups.values(), flags, strict=True):
-                with block:
-                    found += compress(group, differ.tolist())
+        with WithoutFunctions(), WithoutDispatch(), torch.inference_mode(), ExitStack() as stack:
+            for device, event in self._last.items():
+                stream: Any = self._streams and self._streams.get(device, -1)
+                stack.enter_context(torch.cuda.stream(stream))
+                stream.wait_event(event)
+            flags = [(group, _differ(group)) for group in groups.values()]  # on all devices
+            found = [
+                pair
+                for group, differ in flags
+                for pair, differs in zip(group, differ.tolist(), strict=True)
+                if differs
+            ]
         if found:
             raise RecomputationError(
                 "a recomputation returned other values than its forward, so gradients would be "
                 f"wrong: {min(found, key=_order)}{REMEDY}"
             )
-
-    def _behind(self, device: torch.device) -> AbstractContextManager[object]:
-        """Return a block that waits for the last recomputation on ``device``, and no more."""
-        stream = None if self._streams is None else self._streams.get(device, -1)
-        if stream is not None:
-            stream.wait_event(self._last[device])
-        return torch.cuda.stream(stream)
 
     def __repr__(self) -> str:
         return f"<Effects of {len(self._pairs)} outputs>"

@@ -152,8 +152,6 @@ class Steps(Placed):
         deferred = self._deferred_batch_norm
         stats = DeferredStats(self._batch_norm_groups()) if deferred else None
         total = self._runtime.step(inputs, planned, run_step, stats, seconds, step)
-        if stats is not None:
-            stats.commit()
         self._check_cuts()
         return (total, run_step.output) if return_outputs else total
 

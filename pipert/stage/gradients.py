@@ -112,7 +112,7 @@ class _Deliver(torch.autograd.Function):
     def forward(ctx: Any, gradients: list[Tensor], *tensors: Tensor) -> Tensor:
         ctx.gradients = gradients
         ctx.set_materialize_grads(False)
-        return tensors[0].new_empty(())
+        return torch.empty((), device=tensors[0].device)
 
     @staticmethod
     def backward(ctx: Any, _: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -7,6 +7,7 @@ from tests.mutants.mutant import Mutant
 __all__ = ["MUTANTS"]
 
 STREAM, TRANSFER = "pipert/autograd/streams.py", "pipert/autograd/transfer.py"
+EFFECTS = "pipert/layers/effects.py"
 
 _OWN = "stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]"
 _BACK = "ctx.back = (home, target, source, streams.compute_stream(home))"
@@ -154,5 +155,18 @@ MUTANTS = [
     Mutant(
         "backward-waits-forwards", TRANSFER, "the direction of the wait in the backward",
         "ctx.back = (awaited, waiter)", "ctx.back = (waiter, awaited)",
+    ),
+    Mutant(
+        "samples-not-awaited", EFFECTS, "the wait of a comparison for the last recomputation",
+        "stream.wait_event(event)", "pass",
+    ),
+    Mutant(
+        "samples-on-compute", EFFECTS, "the separate stream on which recomputations are compared",
+        "stack.enter_context(torch.cuda.stream(stream))", "pass",
+    ),
+    Mutant(
+        "recomputed-on-default", EFFECTS, "the stream of a recomputation: the default one instead",
+        "torch.cuda.current_stream(device).record_event()",
+        "torch.cuda.default_stream(device).record_event()",
     ),
 ]  # fmt: skip

@@ -48,6 +48,7 @@ REASONS = {
         "recorder.during(WAIT, i, place.j, place.device)",
     ): "on CPU alone, by the process's clock",
     ("pipert/stage/copies.py", "self.stream(i)"): "the waits on it have mutants",
+    ("pipert/layers/effects.py", "self._streams.get(device, -1)"): "likewise",
     ("pipert/layers/cpu_draws.py", "fork_rng(*args, **kwargs)"): "torch's own, called through",
     (
         "pipert/any_model/model_actions.py",

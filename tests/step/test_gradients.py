@@ -179,14 +179,15 @@ class Quantised(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.empty_like, torch.zeros_like):
+        if func in (torch.empty_like, torch.zeros_like, Tensor.new_empty):
             raise NotImplementedError(func)
         plain: Any = super().__torch_function__
         return plain(func, types, args, kwargs)
 
 
-def test_weights_of_a_class_that_cannot_make_others_get_their_sums() -> None:
-    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+@pytest.mark.parametrize("bias", [False, True])
+def test_weights_of_a_class_that_cannot_make_others_get_their_sums(bias: bool) -> None:
+    layers = nn.Sequential(nn.Linear(4, 4, bias), nn.Linear(4, 4, bias))
     for layer in layers:
         layer.weight = nn.Parameter(torch.randn(4, 4).as_subclass(Quantised))
     x = torch.randn(6, 4)
