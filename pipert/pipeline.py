@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from pipert._typing import Device
+from pipert.any_model.routed import close_pipes_of
 from pipert.balance.by_calls import choose_cuts
 from pipert.model.device_map import cuts_of_device_map, has_device_map, remove_hooks
 from pipert.pipes.module_pipe import ModulePipe
@@ -41,7 +42,7 @@ def pipeline(
 
     Args:
         model: the module. It moves to its devices, and stays the same object with the same
-            parameters under the same names: ``pipe.module``.
+            parameters under the same names: ``pipe.module``. A pipe made of it before is closed.
         cuts: names of modules, as in ``model.named_modules()``, in the order in which they are
             called. Partition *j* begins with the first call of the *j*-th of them. Default: the
             cuts of the model's ``hf_device_map``, if it was loaded with one, or found by measuring.
@@ -75,6 +76,7 @@ def pipeline(
         cuts, mapped = cuts_of_device_map(model)
     elif cuts is not None and partitions is not None:
         raise ValueError(f"give cuts or partitions, got both: {cuts!r} and {partitions!r}")
+    close_pipes_of(model)
     if has_device_map(model):
         remove_hooks(model)
     if cuts is None:

@@ -98,8 +98,8 @@ class PipeMetrics(Collector):
         with self._lock:
             if name in self._alive():
                 raise ValueError(f"there is a pipe called {name!r} already; remove it, or rename")
+            pipe.add_observer(durations)  # first: raises for what is no pipe
             self._pipes[name] = (weakref.ref(pipe), durations)
-        pipe.add_observer(durations)
 
     def remove(self, name: str) -> None:
         """Stop showing the pipe called ``name``.

@@ -7,7 +7,8 @@ the interpreter ends as it does after ``python -c``: threads are joined, functio
 called, modules torn down. Only the destructors of torch's libraries, which take longer than most
 scripts, are left out. A script that tests the end of a process asks for its ``whole_end``. A script
 that tests imports, or the end of an interpreter started for it, asks for a ``fresh`` interpreter,
-whose end is whole too.
+whose end is whole too. Each raises ``KeyboardInterrupt`` at SIGINT, which a background job, and all
+that it starts, would ignore.
 """
 
 from __future__ import annotations
@@ -31,11 +32,13 @@ SECONDS = 50.0  # shorter than pytest's time limit, which would end the whole ru
 NO_NUMPY = "ignore:Failed to initialize NumPy:UserWarning"  # torch works without NumPy
 PYTHON = [sys.executable, "-W", "error", "-W", NO_NUMPY, "-c"]
 
+FRESH = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+
 first = ""
 """A line that each script begins with, unless it is fresh."""
 
 SERVER = """
-import ctypes, gc, json, os, sys, threading
+import ctypes, gc, json, os, signal, sys, threading
 import torch, pipert
 import torch.fx.experimental.symbolic_shapes  # a first backward from a gradient imports it
 
@@ -56,6 +59,7 @@ def next_script():
                 os.dup2(file, descriptor)
                 os.close(file)
             sys.stdin = open(0, closefd=False)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             if not asked["whole_end"]:
                 libc.on_exit(libc._exit, None)  # runs before the exit handlers of libraries
             return asked["script"]
@@ -83,7 +87,7 @@ def run(
     script = script if fresh else first + script
     if fresh or not hasattr(os, "fork") or not os.path.exists("/proc/self/task"):
         return subprocess.run(
-            [*PYTHON, script], cwd=ROOT, capture_output=True, text=True, timeout=SECONDS
+            [*PYTHON, FRESH + script], cwd=ROOT, capture_output=True, text=True, timeout=SECONDS
         )
     with tempfile.TemporaryDirectory() as folder:
         stdout, stderr = Path(folder, "stdout"), Path(folder, "stderr")

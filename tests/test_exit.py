@@ -6,6 +6,7 @@ one that drops a tensor then: torch itself aborts the program for that, with or 
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 
@@ -262,6 +263,15 @@ print("still here")
 """
     result = run(script)
     assert (result.returncode, result.stdout) == (-2, "")  # died of the signal, as Python does
+
+
+def test_a_script_of_a_job_that_ignores_ctrl_c_is_interrupted_like_any_other() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in the background of a shell
+    try:
+        result = scripts.run("import os, signal; os.kill(os.getpid(), signal.SIGINT)", fresh=True)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert result.returncode == -signal.SIGINT
 
 
 # Ctrl-C at every place of what the caller is in.

@@ -7,6 +7,7 @@ import re
 import threading
 import weakref
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -177,6 +178,17 @@ def test_a_name_that_is_taken_is_refused(pipe: Pipe, metrics: PipeMetrics) -> No
     with two() as other:
         with pytest.raises(ValueError, match="there is a pipe called 'a' already"):
             metrics.add(other, "a")
+
+
+def test_what_is_no_pipe_is_refused_and_not_shown(
+    metrics: PipeMetrics, registry: CollectorRegistry
+) -> None:
+    model: Any = nn.Linear(2, 2)
+    with pytest.raises(AttributeError, match="'Linear' object has no attribute 'add_observer'"):
+        metrics.add(model, "model")
+    assert samples(registry) == {}
+    with two() as pipe:
+        metrics.add(pipe, "model")  # the name is free
 
 
 def test_a_removed_pipe_is_shown_and_told_no_more(

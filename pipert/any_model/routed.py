@@ -247,13 +247,13 @@ class Routed(Guest):
         if calls.route is self:
             calls.route = next(reversed(_open_of(self._module)), None)
         release([self._module])
+        for newer in _open_of(self._module):
+            if newer.own is self:
+                newer.own = self.own
         if self._module.__dict__.get("forward") is self:
             del self._module.__dict__["forward"]
-            own = self.own
-            while isinstance(own, Routed) and own._pipe is None:
-                own = own.own  # that pipe was closed before
-            if own is not None:
-                self._module.__dict__["forward"] = own
+            if self.own is not None:
+                self._module.__dict__["forward"] = self.own
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         own = super().__deepcopy__(memo)
@@ -276,6 +276,14 @@ def pipe_of(model: nn.Module) -> Any:
     """Return the pipe that a model, or one inside it, is in; ``None`` if it is in none."""
     found = (routed for module in model.modules() for routed in reversed(_open_of(module)))
     return next((routed._pipe for routed in found), None)
+
+
+def close_pipes_of(model: nn.Module) -> None:
+    """Close the pipes that were made of this model, but not those that it is a part of."""
+    for routed in _open_of(model):
+        pipe: Any = routed._pipe
+        if pipe is not None and pipe.module is model:
+            pipe.close()
 
 
 def _open_of(module: nn.Module) -> list[Routed]:

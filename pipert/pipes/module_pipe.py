@@ -202,20 +202,21 @@ class ModulePipe(Pipelined):
 
     def close(self, timeout: float | None = None) -> None:
         seconds = self._timeout if timeout is None else check_timeout(timeout)
+        model, is_first = self._runtime.model, self._release.alive
+        assert isinstance(model, AnyModel)
         try:
-            super().close(seconds)
+            try:
+                super().close(seconds)
+            finally:
+                model.threads.stop()
+                for routed in self._routed:
+                    routed.remove()
+                self._release()  # a finalizer: runs only once, even if it was interrupted
+            if not self._runtime.is_inside():  # else other threads may be waiting for this layer
+                model.threads.join(seconds)
         finally:
-            model = self._runtime.model
-            assert isinstance(model, AnyModel)
-            model.threads.stop()
-            is_first = self._release.alive
-            for routed in self._routed:
-                routed.remove()
-            self._release()  # a finalizer: runs only once, even if it was interrupted
-        if not self._runtime.is_inside():  # else other threads may be waiting for this layer
-            model.threads.join(seconds)
-        if is_first and pipe_of(self.module) is None:
-            hand_back(self.module)
+            if is_first and pipe_of(self.module) is None:
+                hand_back(self.module)
 
     close.__doc__ = Pipelined.close.__doc__
 

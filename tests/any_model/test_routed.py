@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import io
 import pickle
 import threading
 import types
+import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipert import PipeClosedError
 from pipert.any_model.routed import pipe_of
+from tests.activations import until
 from tests.any_model.in_place import Model, a_model, a_pipe, rows, runs
 from tests.contract.ways import grads_of
+from tests.settling import settle
 
 
 @pytest.mark.parametrize("grad", [True, False])
@@ -235,10 +240,11 @@ def test_one_pipe_after_another_gets_the_calls() -> None:
 
 
 @pytest.mark.parametrize("first_closed", [0, 1])
-def test_of_two_open_pipes_one_gets_the_calls_and_both_work(first_closed: int) -> None:
+def test_of_the_pipes_of_a_model_and_one_around_it_one_gets_the_calls(first_closed: int) -> None:
     model, x = a_model(), rows()
+    whole = nn.Sequential(model)
     expected = copy.deepcopy(model)(x)
-    pipes = [a_pipe(model), a_pipe(model)]
+    pipes = [a_pipe(model), a_pipe(whole, "0.")]
     for pipe in pipes:
         torch.testing.assert_close(pipe(x), expected, rtol=1e-12, atol=0)
     assert list(map(runs, pipes)) == [1, 1]
@@ -247,5 +253,53 @@ def test_of_two_open_pipes_one_gets_the_calls_and_both_work(first_closed: int) -
         torch.testing.assert_close(model(x), expected, rtol=1e-12, atol=0)
         pipe.close()
         assert pipe_of(model) is (pipes[1 - first_closed] if pipe is pipes[first_closed] else None)
-    torch.testing.assert_close(model(x), expected, rtol=1e-12, atol=0)
-    assert "forward" not in vars(model) and "_compiled_call_impl" not in vars(model)
+    assert "forward" not in vars(model)
+
+
+def test_a_new_pipe_of_a_model_closes_the_old_one() -> None:
+    """As when a cell of a notebook is run again."""
+    model, x = a_model(), rows()
+    expected, before = copy.deepcopy(model)(x), threading.active_count()
+    old, seen, numbers = a_pipe(model), list[Any](), set[int]()
+    for _ in range(4):
+        old(x)
+        pipe = a_pipe(model)
+        with pytest.raises(PipeClosedError):
+            old(x)
+        torch.testing.assert_close(model(x), expected, rtol=1e-12, atol=0)
+        assert runs(pipe) == 1 and pipe_of(model) is pipe
+        numbers.add(threading.active_count())
+        seen.append(weakref.ref(old))
+        old = pipe
+    assert len(numbers) == 1
+    del pipe
+    settle()
+    gc.collect()
+    assert [each() for each in seen] == [None] * 4
+    old.close()
+    assert "forward" not in vars(model) and threading.active_count() == before
+    assert torch.equal(model(x), expected)
+
+
+def test_a_call_of_a_pipe_whose_model_gets_a_new_one_is_cancelled() -> None:
+    entered, go_on = threading.Event(), threading.Event()
+
+    class Waits(Model):
+        def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            if not go_on.is_set():
+                entered.set()
+                assert go_on.wait(20)
+            return super().forward(x, *args, **kwargs)
+
+    model, x = Waits(), rows()
+    old = a_pipe(model)
+    with ThreadPoolExecutor(2) as threads:
+        call = threads.submit(old, x)
+        assert entered.wait(20)
+        made = threads.submit(a_pipe, model)
+        until(lambda: old._runtime.pool.closed)
+        go_on.set()
+        with pytest.raises(PipeClosedError):
+            call.result(20)
+        with made.result(20) as pipe:
+            assert torch.equal(model(x), pipe(x))

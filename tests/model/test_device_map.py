@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from pipert import pipeline
+from pipert import PipeClosedError, PipelineTimeout, pipeline
 from pipert.model.cuts import check_cuts
 from pipert.model.device_map import cuts_of_device_map, remove_hooks
 
@@ -188,3 +191,32 @@ def test_a_closed_pipe_leaves_the_parameters_of_the_model_itself(devices: list[s
         pipe(x).sum().backward()
     assert all(one is other for one, other in zip(model.parameters(), before, strict=True))
     assert all(parameter.grad is not None for parameter in before)
+
+
+@pytest.mark.multi_gpu
+def test_a_model_whose_pipe_is_closed_while_a_layer_does_not_return_is_handed_back() -> None:
+    pytest.importorskip("accelerate")
+    entered, go_on = threading.Event(), threading.Event()
+
+    class Waits(WithTable):
+        def forward(self, x: Tensor) -> Tensor:
+            if torch.is_grad_enabled():
+                entered.set()
+                assert go_on.wait(20)
+            y: Tensor = self.second(self.first(x))
+            return y
+
+    model, x = Waits(), torch.randn(4, 4)
+    expected = copy.deepcopy(model)
+    pipe = pipeline(model, ["second"], devices=["cuda:0", "cuda:1"])
+    with ThreadPoolExecutor(1) as threads:
+        call = threads.submit(pipe, x)
+        assert entered.wait(20)
+        with pytest.raises(PipelineTimeout):
+            pipe.close(timeout=0.01)
+        go_on.set()
+        with pytest.raises(PipeClosedError):
+            call.result(20)
+    pipe.close()
+    with torch.no_grad():
+        torch.testing.assert_close(model(x).cpu(), expected(x))
