@@ -157,8 +157,13 @@ class AroundLayers:
         else:
             with self._intercept:
                 y = forward(x)
-        if containers and (shared.step is None or shared.run.function is None):
+        if shared.step is None or shared.run.function is None:
             _refuse_filled(containers)
+        elif self._i == shared.run.plan.m - 1 and not shared.called_in:
+            raise RuntimeError(
+                "step called no layer of the model that is in the pipe, in any micro-batch, so "
+                "nothing ran in partitions; call that model, which is pipe.module, and no copy"
+            )
         if self._intercept is not None:
             y = map_tensors(y, self._intercept.bring)
             if (cut := self._stage.cut) is not None and self._graph is not None:

@@ -10,6 +10,8 @@ In-place changes of parameters and buffers are told by versions. If the first mi
 those of a layer that nobody has called yet, and another one does again, that is refused, unless
 several threads call the pipe, whose runs would change them as well.
 
+What a forward leaves for the caller is told by its graph, in any pipe: :class:`LeftBehind`.
+
 Other changes of tensors in place are not detected, nor are those by way of ``.data``, those inside
 objects other than lists, tuples, dicts and sets, or inside those with more than a thousand items.
 """
@@ -18,11 +20,11 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from threading import get_ident
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from pipert._torch import NormBase, WithoutFunctions, forward_pre_hooks, is_lazy
 from pipert.any_model.boundary_tensors import memory_of
@@ -37,6 +39,7 @@ __all__: list[str] = []
 
 _REGISTRIES = {"_parameters", "_buffers", "_modules"}  # dicts whose items are attributes, too
 _MAX_NAMES = 5  # in one warning
+_MAX_ENTRIES = 1000  # of a container that is inspected
 
 _Key = tuple[nn.Module, str]
 
@@ -90,11 +93,7 @@ class SharedState:
         )
 
     def _names(self, found: list[_Key]) -> str:
-        """Return the names of attributes."""
-        paths = {module: path for path, module in self.module.named_modules()}
-        names = [f"{paths.get(module, '?')}.{name}".lstrip(".") for module, name in found]
-        more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-        return f"{', '.join(map(repr, names[:_MAX_NAMES]))}{more}"
+        return _names([self.module], found)
 
     def message(self, found: list[_Key]) -> str:
         """Return what is wrong with ``found``."""
@@ -197,6 +196,68 @@ class Inspection:
             if homes.get(module, j) >= j
             for name, value in _attributes(module)
         }
+
+
+class LeftBehind:
+    """Warns of what forwards leave for their caller, which is the last micro-batch's.
+
+    Like :class:`SharedState` it looks in calls 1, 2, 4, 8 and so on, for tensors with a graph.
+    """
+
+    def __init__(self, roots: Sequence[nn.Module]) -> None:
+        self._roots = roots
+        self._warned: set[_Key] = set()
+        self._calls = 0
+
+    def before(self) -> dict[_Key, Any] | None:
+        """Return the attributes with a graph as a call begins, if its end is to be looked at."""
+        self._calls += 1
+        return None if self._calls & (self._calls - 1) else self._with_graph()
+
+    def after(self, before: dict[_Key, Any]) -> None:
+        """Warn of attributes that have got a graph since, once each.
+
+        Warns:
+            SharedStateWarning: where warnings are errors, in each call.
+        """
+        now = self._with_graph()
+        new = [key for key, found in now.items() if before.get(key) != found]
+        found = [key for key in new if key not in self._warned and not _is_made_for_use(*key)]
+        if found:
+            calls, self._calls = self._calls, 0
+            warnings.warn_explicit(
+                f"forward leaves {_names(self._roots, found)} on the model, with a graph. After a "
+                "call of several micro-batches that is what the last one has set, so a loss that "
+                "is read there lacks the other rows. Return it from forward, or use chunks=1. If "
+                "nobody reads it, ignore pipert.SharedStateWarning with warnings.filterwarnings",
+                SharedStateWarning, *_location(found[0][0]),
+            )  # fmt: skip
+            self._calls = calls
+            self._warned.update(found)
+
+    def _with_graph(self) -> dict[_Key, Any]:
+        return {
+            (module, name): fingerprint(value)
+            for root in self._roots
+            for module in modules_of(root)
+            for name, value in _attributes(module)
+            if _has_graph(value)
+        }
+
+
+def _has_graph(value: Any, depth: int = 2) -> bool:
+    if isinstance(value, list | tuple | dict) and depth and len(value) <= _MAX_ENTRIES:
+        each = [item for _, item in items_of(value)] if isinstance(value, dict) else list(value)
+        return any([_has_graph(item, depth - 1) for item in each])
+    return isinstance(value, Tensor) and value.grad_fn is not None
+
+
+def _names(roots: Iterable[nn.Module], found: list[_Key]) -> str:
+    """Return the names of attributes."""
+    paths = {module: path for root in roots for path, module in root.named_modules()}
+    names = [f"{paths.get(module, '?')}.{name}".lstrip(".") for module, name in found]
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return f"{', '.join(map(repr, names[:_MAX_NAMES]))}{more}"
 
 
 def _marks(model: nn.Module) -> dict[_Key, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -83,10 +84,24 @@ def loss_of(
     denominator: float | Tensor | None,
     scale: float | Tensor,
 ) -> Loss:
-    """Return the loss of a mini-batch whose micro-batches have ``sizes`` rows, if they have."""
+    """Return the loss of a mini-batch whose micro-batches have ``sizes`` rows, if they have.
+
+    Warns:
+        UserWarning: the function says that it returns sums, of which it would be a mean.
+    """
     weights = sizes or [1] * len(targets)
     total = sum(weights)
     adds_up = reduction == "sum" or denominator is not None or not total
+    given = function.keywords if isinstance(function, partial) else {}
+    said = given.get("reduction") or getattr(function, "reduction", None)
+    if len(targets) > 1 and not adds_up and said == "sum":
+        warnings.warn(
+            f"loss_fn has reduction='sum', and the loss is the mean of the sums of {len(targets)} "
+            "micro-batches, so it depends on their number; give forward_backward reduction='sum', "
+            "or a denominator",
+            UserWarning,
+            stacklevel=3,
+        )
     shares = [1.0 if adds_up else weight / total for weight in weights]
     return Loss(function, targets, shares, scale, denominator, sizes)
 

@@ -211,7 +211,7 @@ class Filling(nn.Module):
             seen[len(seen)] = x
         elif seen is not None:
             seen.append(x)
-        return self.second(x)
+        return self.second(x)  # type: ignore[no-any-return]
 
 
 def filling(chunks: int, device: str = "cpu") -> tuple[Any, nn.Module, Tensor]:
