@@ -29,7 +29,7 @@ from pipert.any_model.shared_state import Inspection
 from pipert.any_model.tensor_copies import TensorCopies
 from pipert.autograd.order import begin_numbers
 from pipert.batch.microbatch import Arguments
-from pipert.batch.trees import ORDINARY, flatten
+from pipert.batch.trees import flatten
 from pipert.layers.batchnorm import PartitionStats
 from pipert.layers.cpu_draws import DRAWING
 from pipert.layers.modules import modules_of
@@ -151,14 +151,14 @@ class AroundLayers:
         self.begin(stage)
         own = x if shared.run.plan.m == 1 else None
         x = x if self._intercept is None else self._intercept.enter_inputs(x)
-        containers = _containers(x) if x is not own else []
+        before = {} if x is own else _sizes(x)
         if self._intercept is None:
             y = forward(x)
         else:
             with self._intercept:
                 y = forward(x)
         if shared.step is None or shared.run.function is None:
-            _refuse_filled(containers)
+            self._refuse_filled(before, x)
         elif self._i == shared.run.plan.m - 1 and not shared.called_in:
             raise RuntimeError(
                 "step called no layer of the model that is in the pipe, in any micro-batch, so "
@@ -176,6 +176,17 @@ class AroundLayers:
         if self._recording is not None and shared.run.context.grad_enabled:
             self._recording.watch_backward(y)
         return self._stage.ends.leave(self._i, y)
+
+    def _refuse_filled(self, before: dict[Any, tuple[str, int]], x: Value) -> None:
+        """Refuse that the forward has put something into a copy, which its caller does not see."""
+        after = _sizes(x) if before else {}
+        for name, (kind, size) in before.items():
+            if after[name][1] > size:
+                raise ValueError(
+                    f"forward adds to the {kind} that is its argument {name!r}, of which each "
+                    "micro-batch has its own, so the caller's would stay as it is; return what is "
+                    "added, or use chunks=1, with inputs on the first device"
+                )
 
     def begin(self, stage: Stage) -> None:
         """Begin the partition of ``stage``, which has been handed off."""
@@ -285,24 +296,11 @@ class AroundLayers:
         return f"<AroundLayers of micro-batch {self._i}>"
 
 
-def _containers(x: Value) -> list[tuple[Any, Any, int]]:
-    """Return the containers among the arguments: the name and the size of each."""
+def _sizes(x: Value) -> dict[Any, tuple[str, int]]:
+    """Return the type of each argument, and its size if it is a container."""
     args, kwargs = x if isinstance(x, Arguments) else ((x,), {})
-    named = [*enumerate(args), *kwargs.items()]
-    found = [each for each in named if not (type(each[1]) in ORDINARY or is_tensor(each[1]))]
-    return [(name, value, _size(value)) for name, value in found]
-
-
-def _size(value: Any) -> int:
-    return len(flatten(value)[0]) + (len(value) if isinstance(value, Sized) else 0)
-
-
-def _refuse_filled(containers: list[tuple[Any, Any, int]]) -> None:
-    """Refuse that the forward has put something into a copy, which its caller does not see."""
-    for name, value, before in containers:
-        if _size(value) > before:
-            raise ValueError(
-                f"forward adds to the {type(value).__name__} that is its argument {name!r}; each "
-                "micro-batch has one of its own, so the caller's would stay as it is. Return what "
-                "is added; or use chunks=1, with inputs on the first device"
-            )
+    sizes: dict[Any, tuple[str, int]] = {}
+    for name, value in (*enumerate(args), *kwargs.items()):
+        own = len(value) if isinstance(value, Sized) and not is_tensor(value) else 0
+        sizes[name] = type(value).__name__, own + len(flatten(value)[0])
+    return sizes

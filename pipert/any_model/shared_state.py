@@ -21,6 +21,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from threading import get_ident
 from typing import Any
 
@@ -39,7 +40,6 @@ __all__: list[str] = []
 
 _REGISTRIES = {"_parameters", "_buffers", "_modules"}  # dicts whose items are attributes, too
 _MAX_NAMES = 5  # in one warning
-_MAX_ENTRIES = 1000  # of a container that is inspected
 
 _Key = tuple[nn.Module, str]
 
@@ -199,39 +199,35 @@ class Inspection:
 
 
 class LeftBehind:
-    """Warns of what forwards leave for their caller, which is the last micro-batch's.
+    """Warns of tensors with a graph that forwards leave for their caller: the last micro-batch's.
 
-    Like :class:`SharedState` it looks in calls 1, 2, 4, 8 and so on, for tensors with a graph.
+    Like :class:`SharedState` it inspects calls 1, 2, 4, 8 and so on, of several micro-batches.
     """
 
     def __init__(self, roots: Sequence[nn.Module]) -> None:
-        self._roots = roots
+        self._roots, self._calls = roots, 0
         self._warned: set[_Key] = set()
-        self._calls = 0
 
-    def before(self) -> dict[_Key, Any] | None:
-        """Return the attributes with a graph as a call begins, if its end is to be looked at."""
-        self._calls += 1
-        return None if self._calls & (self._calls - 1) else self._with_graph()
-
-    def after(self, before: dict[_Key, Any]) -> None:
-        """Warn of attributes that have got a graph since, once each.
-
-        Warns:
-            SharedStateWarning: where warnings are errors, in each call.
-        """
-        now = self._with_graph()
-        new = [key for key, found in now.items() if before.get(key) != found]
+    @contextmanager
+    def inspecting(self, several: bool) -> Iterator[None]:
+        """Warn of attributes that get a graph in the block, once each, if it is inspected."""
+        self._calls += several
+        if not several or self._calls & (self._calls - 1):
+            yield
+            return
+        before = self._with_graph()
+        yield
+        new = [key for key, now in self._with_graph().items() if before.get(key) != now]
         found = [key for key in new if key not in self._warned and not _is_made_for_use(*key)]
         if found:
-            calls, self._calls = self._calls, 0
-            warnings.warn_explicit(
+            calls, self._calls = self._calls, 0  # as in ``SharedState.warn``
+            message = (
                 f"forward leaves {_names(self._roots, found)} on the model, with a graph. After a "
-                "call of several micro-batches that is what the last one has set, so a loss that "
-                "is read there lacks the other rows. Return it from forward, or use chunks=1. If "
-                "nobody reads it, ignore pipert.SharedStateWarning with warnings.filterwarnings",
-                SharedStateWarning, *_location(found[0][0]),
-            )  # fmt: skip
+                "call of several micro-batches it is the last one's, so a loss that is read there "
+                "lacks the other rows. Return it from forward, or use chunks=1. If nobody reads "
+                "it, ignore pipert.SharedStateWarning with warnings.filterwarnings"
+            )
+            warnings.warn_explicit(message, SharedStateWarning, *_location(found[0][0]))
             self._calls = calls
             self._warned.update(found)
 
@@ -246,9 +242,9 @@ class LeftBehind:
 
 
 def _has_graph(value: Any, depth: int = 2) -> bool:
-    if isinstance(value, list | tuple | dict) and depth and len(value) <= _MAX_ENTRIES:
-        each = [item for _, item in items_of(value)] if isinstance(value, dict) else list(value)
-        return any([_has_graph(item, depth - 1) for item in each])
+    if isinstance(value, list | tuple | dict) and depth:
+        each = items_of(value) if isinstance(value, dict) else enumerate([*value])
+        return any([_has_graph(item, depth - 1) for _, item in each])
     return isinstance(value, Tensor) and value.grad_fn is not None
 
 

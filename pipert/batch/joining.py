@@ -64,10 +64,7 @@ def _refuse_rows_elsewhere(
 ) -> None:
     """Refuse outputs of which none has its rows in dimension 0, and one in dimension 1.
 
-    An output of two dimensions may be (rows * time, classes), with as many classes as rows.
-
-    Raises:
-        ValueError: they would be joined along time.
+    One of two dimensions may be (rows * time, classes), with as many classes as rows.
     """
     if len(outputs) == 1 or not sizes:
         return

@@ -104,11 +104,8 @@ class Pipelined(Steps):
         deferred = self._deferred_batch_norm and not is_recomputing()
         stats = DeferredStats(self._batch_norm_groups()) if deferred else None
         checkpointed = recomputed_in_each(self.checkpoint, len(inputs), len(self._partitions))
-        several = len(inputs) > 1 and torch.is_grad_enabled()
-        before = self._left.before() if several else None
-        found = self._runtime.call(inputs, checkpointed, stats, seconds, function)
-        if before is not None:
-            self._left.after(before)
+        with self._left.inspecting(len(inputs) > 1 and torch.is_grad_enabled()):
+            found = self._runtime.call(inputs, checkpointed, stats, seconds, function)
         outputs = gather(found, sizes, join_numbers)
         if stats is not None:
             stats.commit()
