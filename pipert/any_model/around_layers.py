@@ -158,11 +158,10 @@ class AroundLayers:
             with self._intercept:
                 y = forward(x)
         if shared.step is None or shared.run.function is None:
-            self._refuse_filled(before, x)
+            _refuse_filled(x, before)
         elif self._i == shared.run.plan.m - 1 and not shared.called_in:
             raise RuntimeError(
-                "step called no layer of the model that is in the pipe, in any micro-batch, so "
-                "nothing ran in partitions; call that model, which is pipe.module, and no copy"
+                "step called no layer of the model that is in the pipe; call pipe.module, no copy"
             )
         if self._intercept is not None:
             y = map_tensors(y, self._intercept.bring)
@@ -176,17 +175,6 @@ class AroundLayers:
         if self._recording is not None and shared.run.context.grad_enabled:
             self._recording.watch_backward(y)
         return self._stage.ends.leave(self._i, y)
-
-    def _refuse_filled(self, before: dict[Any, tuple[str, int]], x: Value) -> None:
-        """Refuse that the forward has put something into a copy, which its caller does not see."""
-        after = _sizes(x) if before else {}
-        for name, (kind, size) in before.items():
-            if after[name][1] > size:
-                raise ValueError(
-                    f"forward adds to the {kind} that is its argument {name!r}, of which each "
-                    "micro-batch has its own, so the caller's would stay as it is; return what is "
-                    "added, or use chunks=1, with inputs on the first device"
-                )
 
     def begin(self, stage: Stage) -> None:
         """Begin the partition of ``stage``, which has been handed off."""
@@ -296,11 +284,18 @@ class AroundLayers:
         return f"<AroundLayers of micro-batch {self._i}>"
 
 
-def _sizes(x: Value) -> dict[Any, tuple[str, int]]:
-    """Return the type of each argument, and its size if it is a container."""
+def _sizes(x: Value) -> dict[Any, int]:
+    """Return the size of each argument that is a container, by name."""
     args, kwargs = x if isinstance(x, Arguments) else ((x,), {})
-    sizes: dict[Any, tuple[str, int]] = {}
-    for name, value in (*enumerate(args), *kwargs.items()):
-        own = len(value) if isinstance(value, Sized) and not is_tensor(value) else 0
-        sizes[name] = type(value).__name__, own + len(flatten(value)[0])
-    return sizes
+    given = [(k, v) for k, v in (*enumerate(args), *kwargs.items()) if not is_tensor(v)]
+    return {k: len(flatten(v)[0]) + (len(v) if isinstance(v, Sized) else 0) for k, v in given}
+
+
+def _refuse_filled(x: Value, before: dict[Any, int]) -> None:
+    found = [name for name, size in _sizes(x).items() if size > before[name]] if before else []
+    if found:
+        raise ValueError(
+            f"forward adds to its argument {found[0]!r}, of which each micro-batch has a copy, so "
+            "the caller's would stay as it is; return what is added, or use chunks=1 with inputs "
+            "on the first device"
+        )

@@ -140,7 +140,6 @@ class Routed:
                 f"{type(self._module).__name__} with labels runs in one micro-batch of "
                 f"{pipe.chunks} asked for, because {why}; take a step with "
                 "pipe.forward_backward(step=...), or compute the loss from outputs without labels",
-                UserWarning,
                 stacklevel=5,
             )
             self._has_warned = True

@@ -222,10 +222,9 @@ class LeftBehind:
         if found:
             calls, self._calls = self._calls, 0  # as in ``SharedState.warn``
             message = (
-                f"forward leaves {_names(self._roots, found)} on the model, with a graph. After a "
-                "call of several micro-batches it is the last one's, so a loss that is read there "
-                "lacks the other rows. Return it from forward, or use chunks=1. If nobody reads "
-                "it, ignore pipert.SharedStateWarning with warnings.filterwarnings"
+                f"forward leaves {_names(self._roots, found)} on the model, with a graph: of the "
+                "last micro-batch alone. Return it from forward, or use chunks=1. If nobody reads "
+                "it after the call, ignore pipert.SharedStateWarning with warnings.filterwarnings"
             )
             warnings.warn_explicit(message, SharedStateWarning, *_location(found[0][0]))
             self._calls = calls

@@ -84,11 +84,7 @@ def loss_of(
     denominator: float | Tensor | None,
     scale: float | Tensor,
 ) -> Loss:
-    """Return the loss of a mini-batch whose micro-batches have ``sizes`` rows, if they have.
-
-    Warns:
-        UserWarning: the function says that it returns sums, of which it would be a mean.
-    """
+    """Return the loss of a mini-batch whose micro-batches have ``sizes`` rows, if they have."""
     weights = sizes or [1] * len(targets)
     total = sum(weights)
     adds_up = reduction == "sum" or denominator is not None or not total
@@ -97,9 +93,7 @@ def loss_of(
     if len(targets) > 1 and not adds_up and said == "sum":
         warnings.warn(
             f"loss_fn has reduction='sum', and the loss is the mean of the sums of {len(targets)} "
-            "micro-batches, so it depends on their number; give forward_backward reduction='sum', "
-            "or a denominator",
-            UserWarning,
+            "micro-batches; give forward_backward reduction='sum', or a denominator",
             stacklevel=3,
         )
     shares = [1.0 if adds_up else weight / total for weight in weights]
