@@ -251,6 +251,21 @@ def test_output_need_not_have_as_many_rows_as_the_input() -> None:
     assert call([lambda x: x.repeat(3, 1)], rows(4), chunks=2).shape == (12, 2)
 
 
+def time_first(x: Tensor) -> Tensor:
+    return x[None].repeat(4, 1, 1)
+
+
+def test_rows_in_dimension_1_of_all_outputs_are_refused_by_path() -> None:
+    for functions in ([time_first], [lambda x: {"found": time_first(x), "time": rows(4)}]):
+        with pytest.raises(ValueError, match=r"output.* has the rows .* 1.* transpose"):
+            call(functions, rows(6), chunks=3)
+
+
+def test_rows_in_dimension_1_are_accepted_beside_an_output_that_has_them_first() -> None:
+    both: Any = call([lambda x: (x, x[:, None].repeat(2, 2, 1))], rows(6), chunks=3)
+    assert [y.shape for y in both] == [(6, 2), (12, 2, 2)]
+
+
 def test_equal_leaves_are_returned_once() -> None:
     assert gather([(1, "a", None), (1, "a", None)]) == (1, "a", None)
 

@@ -29,7 +29,7 @@ from pipert.any_model.shared_state import Inspection
 from pipert.any_model.tensor_copies import TensorCopies
 from pipert.autograd.order import begin_numbers
 from pipert.batch.microbatch import Arguments
-from pipert.batch.trees import ORDINARY, flatten
+from pipert.batch.trees import flatten
 from pipert.layers.batchnorm import PartitionStats
 from pipert.layers.cpu_draws import DRAWING
 from pipert.layers.modules import modules_of
@@ -151,14 +151,18 @@ class AroundLayers:
         self.begin(stage)
         own = x if shared.run.plan.m == 1 else None
         x = x if self._intercept is None else self._intercept.enter_inputs(x)
-        containers = _containers(x) if x is not own else []
+        before = {} if x is own else _sizes(x)
         if self._intercept is None:
             y = forward(x)
         else:
             with self._intercept:
                 y = forward(x)
-        if containers and (shared.step is None or shared.run.function is None):
-            _refuse_filled(containers)
+        if shared.step is None or shared.run.function is None:
+            _refuse_filled(x, before)
+        elif self._i == shared.run.plan.m - 1 and not shared.called_in:
+            raise RuntimeError(
+                "step called no layer of the model that is in the pipe; call pipe.module, no copy"
+            )
         if self._intercept is not None:
             shared.parameters.refuse_functions(y)
             y = map_tensors(y, self._intercept.bring)
@@ -281,24 +285,18 @@ class AroundLayers:
         return f"<AroundLayers of micro-batch {self._i}>"
 
 
-def _containers(x: Value) -> list[tuple[Any, Any, int]]:
-    """Return the containers among the arguments: the name and the size of each."""
+def _sizes(x: Value) -> dict[Any, int]:
+    """Return the size of each argument that is a container, by name."""
     args, kwargs = x if isinstance(x, Arguments) else ((x,), {})
-    named = [*enumerate(args), *kwargs.items()]
-    found = [each for each in named if not (type(each[1]) in ORDINARY or is_tensor(each[1]))]
-    return [(name, value, _size(value)) for name, value in found]
+    given = [(k, v) for k, v in (*enumerate(args), *kwargs.items()) if not is_tensor(v)]
+    return {k: len(flatten(v)[0]) + (len(v) if isinstance(v, Sized) else 0) for k, v in given}
 
 
-def _size(value: Any) -> int:
-    return len(flatten(value)[0]) + (len(value) if isinstance(value, Sized) else 0)
-
-
-def _refuse_filled(containers: list[tuple[Any, Any, int]]) -> None:
-    """Refuse that the forward has put something into a copy, which its caller does not see."""
-    for name, value, before in containers:
-        if _size(value) > before:
-            raise ValueError(
-                f"forward adds to the {type(value).__name__} that is its argument {name!r}; each "
-                "micro-batch has one of its own, so the caller's would stay as it is. Return what "
-                "is added; or use chunks=1, with inputs on the first device"
-            )
+def _refuse_filled(x: Value, before: dict[Any, int]) -> None:
+    found = [name for name, size in _sizes(x).items() if size > before[name]] if before else []
+    if found:
+        raise ValueError(
+            f"forward adds to its argument {found[0]!r}, of which each micro-batch has a copy, so "
+            "the caller's would stay as it is; return what is added, or use chunks=1 with inputs "
+            "on the first device"
+        )

@@ -98,10 +98,9 @@ class Routed(Guest):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.is_outside():
             return self.send(self._plain(), args, kwargs)
-        pipe = self._pipe
-        if pipe is not None and self._makes_cache(args, kwargs) and pipe.splits_or_recomputes():
-            self._refuse_packed(self._named(args, kwargs))
-            kwargs["use_cache"] = False
+        pipe, given = self._pipe, self._named(args, kwargs)
+        if pipe is not None and self._makes_cache(given) and pipe.splits_or_recomputes():
+            kwargs["use_cache"] = _refuse_packed(self._module, given)
         return self._plain()(*args, **kwargs)
 
     def __func__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -145,98 +144,60 @@ class Routed(Guest):
         if pipe is None:  # closed in this moment
             return call(*args, **kwargs)
         given, tensors = self._named(args, kwargs), tensors_of((args, kwargs))[0]
-        adds_up = divides_by_number_of_items(self._module, given)
-        if adds_up and given.get("num_items_in_batch") is None:
-            adds_up = isinstance(given.get("labels"), Tensor) and counts_labels(self._module)
-        why = self._why_in_one(pipe, args, kwargs, given, tensors, adds_up)
-        if adds_up and not why and pipe.chunks > 1 and given.get("num_items_in_batch") is None:
-            kwargs = {**kwargs, "num_items_in_batch": _number_of_items(given)}
-        if self._makes_cache(args, kwargs):  # as it does by default without gradients only
-            keeps = not torch.is_grad_enabled() or not pipe.splits_or_recomputes(bool(why))
-            if not keeps:
-                self._refuse_packed(given)
-            kwargs = {**kwargs, "use_cache": keeps}
+        number = number_of_items(self._module, given)
+        why = self._why_in_one(pipe, given, [*tensors, None][0], number is not None)
+        is_training = torch.is_grad_enabled()
+        if why == _UNKNOWN_LOSS and not self._has_warned and is_training and pipe.chunks > 1:
+            warnings.warn(
+                f"{type(self._module).__name__} with labels runs in one micro-batch of "
+                f"{pipe.chunks} asked for, because {why}; take a step with "
+                "pipe.forward_backward(step=...), or compute the loss from outputs without labels",
+                stacklevel=5,
+            )
+            self._has_warned = True
+        if number is not None and not why and pipe.chunks > 1:
+            kwargs = {**kwargs, "num_items_in_batch": number}
+        if self._makes_cache(given):  # as it does by default without gradients only
+            keeps = not is_training or not pipe.splits_or_recomputes(bool(why))
+            kwargs = {**kwargs, "use_cache": keeps or _refuse_packed(self._module, given)}
         whole = {id(value) for name, value in given.items() if _is_whole(name, value)}
         args = tuple([Replicate(each) if id(each) in whole else each for each in args])
         kwargs = {k: Replicate(each) if id(each) in whole else each for k, each in kwargs.items()}
-        join = _Sum() if adds_up else _refuse_numbers
+        join = _refuse_numbers if number is None else _Sum()
         y = pipe.call_part(self._module, call, args, kwargs, why, join)
         return _on(tensors[0].device, y) if tensors else y
 
-    def _why_in_one(
-        self, pipe: Runs, args: Any, kwargs: dict[str, Any], given: dict[str, Any],
-        tensors: Sequence[Tensor], adds_up: bool,
-    ) -> str:  # fmt: skip
+    def _why_in_one(self, pipe: Runs, given: dict[str, Any], first: Any, adds_up: bool) -> str:
         """Return why a call is one micro-batch; empty if it is split."""
-        if self._module is not pipe.module:
-            return "a part of the model was called, whose arguments may have rows elsewhere"
-        first = next((given[k] for k in _FIRST if given.get(k) is not None), [*tensors, None][0])
-        if isinstance(first, Tensor) and first.dim() and len(first) == 1:
-            return "the first argument has one row"
-        positions = given.get("position_ids")
-        if isinstance(positions, Tensor) and positions.dim() > 2:
-            return "position_ids of three dimensions have their rows in another one than the first"
-        if self._has_cache(args, kwargs):
-            return "it has a cache of keys and values (use_cache=False says that nobody needs it)"
-        # For these peft registers hooks on the layers, in which one micro-batch has its own.
-        if given.get("adapter_names") is not None:
-            return "it has adapter_names"
-        if adds_up or not _asks_for_loss(kwargs):
-            return ""
-        why = "what its loss for all labels would be is not known from those of micro-batches"
-        if not self._has_warned and pipe.chunks > 1 and torch.is_grad_enabled():
-            warnings.warn(
-                f"a call of {type(self._module).__name__} with labels is one micro-batch of "
-                f"{pipe.chunks} asked for, because {why}; take a step with "
-                "pipe.forward_backward(step=...), or give no labels and compute the loss from the "
-                "outputs",
-                UserWarning,
-                stacklevel=6,
-            )
-            self._has_warned = True
-        return why
+        rows = next((given[k] for k in _FIRST if isinstance(given.get(k), Tensor)), first)
+        has_cache = given.get("use_cache") or given.get("past_key_values") is not None
+        has_cache = has_cache or not torch.is_grad_enabled() and self._makes_cache(given)
+        reasons = {
+            "a part of the model was called": self._module is not pipe.module,
+            "its first argument has one row": rows is not None and rows.shape[:1] == (1,),
+            "position_ids has its rows in dimension 1": _dim(given.get("position_ids")) > 2,
+            "it has a cache of keys and values, which use_cache=False turns off": has_cache,
+            # For these peft registers hooks on layers, in which one micro-batch has its own.
+            "it has adapter_names": given.get("adapter_names") is not None,
+            _UNKNOWN_LOSS: not adds_up and _asks_for_loss(given),
+        }
+        return next((why for why, applies in reasons.items() if applies), "")
 
     def _named(self, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments by name, as far as positional ones have names."""
         names = self.__signature__.parameters if args else ()
         return {**dict(zip(names, args, strict=False)), **kwargs}
 
-    def _refuse_packed(self, given: Mapping[str, Any]) -> None:
-        """Refuse packed rows of a model without the cache that it makes by default.
-
-        Raises:
-            ValueError: transformers keeps their texts apart only where there is no cache.
-        """
-        positions: Any = given.get("position_ids")
-        if not isinstance(positions, Tensor) or given.get("attention_mask") is not None:
-            return
-        kind = getattr(self._module.config, "_attn_implementation", None) or ""
-        if "flash" not in kind and bool((positions.diff() != 1).any()):
-            raise ValueError(
-                "position_ids that start again and no attention_mask: the model keeps such packed "
-                "texts apart only without a cache. It makes one by default, which a pipe cannot "
-                "split or recompute; say use_cache=False, in the call or in model.config"
-            )
-
-    def _has_cache(self, args: Any, kwargs: dict[str, Any]) -> bool:
-        """Whether a call has a cache, or gets one that its caller may use later."""
-        if kwargs.get("use_cache") or kwargs.get("past_key_values") is not None:
-            return True
-        return not torch.is_grad_enabled() and self._makes_cache(args, kwargs)
-
-    def _makes_cache(self, args: Any, kwargs: dict[str, Any]) -> bool:
+    def _makes_cache(self, given: Mapping[str, Any]) -> bool:
         """Whether the module, one of transformers, makes a cache that nobody has asked for."""
         config = getattr(self._module, "config", None)
-        if config is None or "use_cache" in kwargs or kwargs.get("past_key_values") is not None:
-            return False
         text_config = getattr(config, "get_text_config", lambda: config)()
         if not getattr(text_config, "use_cache", False):
             return False
-        signature = self.__signature__
-        given = signature.bind_partial(*args, **kwargs).arguments
-        takes = [p.name == "use_cache" or p.kind is p.VAR_KEYWORD for p in
-                 signature.parameters.values()]  # fmt: skip
-        return any(takes) and "use_cache" not in given
+        if "use_cache" in given or given.get("past_key_values") is not None:
+            return False
+        parameters = self.__signature__.parameters.values()
+        return any([p.name == "use_cache" or p.kind is p.VAR_KEYWORD for p in parameters])
 
     def remove(self) -> None:
         """Call the plain ``forward`` from now on, also if someone has wrapped this one."""
@@ -308,49 +269,64 @@ def divides_by_number_of_items(model: nn.Module, given: Mapping[str, Any]) -> bo
     return is_sum and is_used and not adds
 
 
-def counts_labels(model: nn.Module) -> bool:
-    """Return whether a model of transformers counts the labels that its caller gives.
+def number_of_items(model: nn.Module, given: Mapping[str, Any]) -> Any:
+    """Return the number that divides the loss of a call; ``None`` if that is not known to be a sum.
 
-    Others may put some before them, as peft's prompts do.
+    If the caller gives none, it is the number of labels that ``ForCausalLMLoss`` counts. A model
+    that is not of transformers may change them, and peft's prompts add some.
     """
-    config = getattr(model, "active_peft_config", None)
+    number, labels = given.get("num_items_in_batch"), given.get("labels")
+    if number is not None or not isinstance(labels, Tensor):
+        return number if divides_by_number_of_items(model, given) else None
+    config: Any = getattr(model, "active_peft_config", None)
     base: Any = model.get_base_model() if config is not None else model  # type: ignore[operator]
-    is_of_library = type(base).forward.__module__.startswith("transformers.")
-    return is_of_library and not getattr(config, "is_prompt_learning", False)
-
-
-def _number_of_items(given: Mapping[str, Any]) -> Tensor:
-    """Return the number of labels that ``ForCausalLMLoss`` counts."""
+    is_changed = not type(base).forward.__module__.startswith("transformers.")
+    is_changed = is_changed or getattr(config, "is_prompt_learning", False)
+    if is_changed or not divides_by_number_of_items(model, given):
+        return None
     shifted = given.get("shift_labels")
-    labels: Tensor = given["labels"][..., 1:] if shifted is None else shifted
-    number: Tensor = (labels != given.get("ignore_index", -100)).sum()
-    return number
+    shifted = labels[..., 1:] if shifted is None else shifted
+    return (shifted != given.get("ignore_index", -100)).sum()
 
+
+def _refuse_packed(model: Any, given: Mapping[str, Any]) -> bool:
+    """Return whether to make a cache: no; refuse rows in which that would separate texts."""
+    positions = given.get("position_ids")
+    is_packed = _dim(positions) and given.get("attention_mask") is None
+    if is_packed and "flash" not in (getattr(model.config, "_attn_implementation", None) or ""):
+        if bool((positions.diff() != 1).any()):  # type: ignore[union-attr]
+            raise ValueError(
+                "position_ids start again, and there is no attention_mask: the model separates "
+                "such texts only without the cache that it makes by default, which a pipe can "
+                "neither split nor recompute; say use_cache=False, in the call or in model.config"
+            )
+    return False
+
+
+_UNKNOWN_LOSS = "what its loss for all labels would be is not known from those of micro-batches"
 
 _FIRST = ("input_ids", "inputs_embeds")
 
-# What has no rows, or no more than one that belongs to all, by the names of transformers and torch.
+# What has no rows, or one that belongs to all, by the names of transformers and torch.
 _WHOLE = {
     "cache_position", "cross_attn_head_mask", "cu_seq_lens_k", "cu_seq_lens_q", "cu_seqlens",
-    "decoder_head_mask", "head_mask", "logits_to_keep", "num_items_in_batch", "num_logits_to_keep",
+    "decoder_head_mask", "head_mask", "logits_to_keep", "num_logits_to_keep",
 }  # fmt: skip
-_FOR_ALL_ROWS = {"attention_mask", "decoder_position_ids", "position_ids"}
 _OF_TIMES = {"attn_mask", "memory_mask", "src_mask", "tgt_mask"}
+
+
+def _dim(value: Any) -> int:
+    return value.dim() if isinstance(value, Tensor) else 0
 
 
 def _is_whole(name: str, value: Any) -> bool:
     """Return whether an argument in place goes whole to each micro-batch."""
-    if not isinstance(value, Tensor) or not value.dim():
-        return False
-    if name in _WHOLE or name in _FOR_ALL_ROWS and len(value) == 1:
-        return True
-    if value.dim() != 2 or name in _OF_TIMES:
-        return name in _OF_TIMES and value.dim() == 2
-    if not name.endswith("mask") or name in _FOR_ALL_ROWS or value.size(0) != value.size(1):
-        return False
+    if name in ("attention_mask", "position_ids"):
+        return _dim(value) > 0 and len(value) == 1
+    if _dim(value) != 2 or name != "mask" or len(value) != value.size(1):
+        return _dim(value) > 0 and name in _WHOLE or _dim(value) == 2 and name in _OF_TIMES
     causal = torch.ones_like(value, dtype=torch.bool).tril()  # as no padding of rows looks
-    like = torch.where(causal, value[0, 0], value[0, -1])
-    return len(value) > 2 and bool(value[0, 0] != value[0, -1]) and torch.equal(value, like)
+    return torch.equal(value, torch.where(causal, value[0, 0], value[0, -1]))
 
 
 class _Sum:

@@ -10,6 +10,8 @@ In-place changes of parameters and buffers are told by versions. If the first mi
 those of a layer that nobody has called yet, and another one does again, that is refused, unless
 several threads call the pipe, whose runs would change them as well.
 
+What a forward leaves for the caller is told by its graph, in any pipe: :class:`LeftBehind`.
+
 Other changes of tensors in place are not detected, nor are those by way of ``.data``, those inside
 objects other than lists, tuples, dicts and sets, or inside those with more than a thousand items.
 """
@@ -18,11 +20,12 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from threading import get_ident
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from pipert._torch import NormBase, WithoutFunctions, forward_pre_hooks, is_lazy
 from pipert.any_model.boundary_tensors import memory_of
@@ -90,11 +93,7 @@ class SharedState:
         )
 
     def _names(self, found: list[_Key]) -> str:
-        """Return the names of attributes."""
-        paths = {module: path for path, module in self.module.named_modules()}
-        names = [f"{paths.get(module, '?')}.{name}".lstrip(".") for module, name in found]
-        more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-        return f"{', '.join(map(repr, names[:_MAX_NAMES]))}{more}"
+        return _names([self.module], found)
 
     def message(self, found: list[_Key]) -> str:
         """Return what is wrong with ``found``."""
@@ -197,6 +196,63 @@ class Inspection:
             if homes.get(module, j) >= j
             for name, value in _attributes(module)
         }
+
+
+class LeftBehind:
+    """Warns of tensors with a graph that forwards leave for their caller: the last micro-batch's.
+
+    Like :class:`SharedState` it inspects calls 1, 2, 4, 8 and so on, of several micro-batches.
+    """
+
+    def __init__(self, roots: Sequence[nn.Module]) -> None:
+        self._roots, self._calls = roots, 0
+        self._warned: set[_Key] = set()
+
+    @contextmanager
+    def inspecting(self, several: bool) -> Iterator[None]:
+        """Warn of attributes that get a graph in the block, once each, if it is inspected."""
+        self._calls += several
+        if not several or self._calls & (self._calls - 1):
+            yield
+            return
+        before = self._with_graph()
+        yield
+        new = [key for key, now in self._with_graph().items() if before.get(key) != now]
+        found = [key for key in new if key not in self._warned and not _is_made_for_use(*key)]
+        if found:
+            calls, self._calls = self._calls, 0  # as in ``SharedState.warn``
+            message = (
+                f"forward leaves {_names(self._roots, found)} on the model, with a graph: of the "
+                "last micro-batch alone. Return it from forward, or use chunks=1. If nobody reads "
+                "it after the call, ignore pipert.SharedStateWarning with warnings.filterwarnings"
+            )
+            warnings.warn_explicit(message, SharedStateWarning, *_location(found[0][0]))
+            self._calls = calls
+            self._warned.update(found)
+
+    def _with_graph(self) -> dict[_Key, Any]:
+        return {
+            (module, name): fingerprint(value)
+            for root in self._roots
+            for module in modules_of(root)
+            for name, value in _attributes(module)
+            if _has_graph(value)
+        }
+
+
+def _has_graph(value: Any, depth: int = 2) -> bool:
+    if isinstance(value, list | tuple | dict) and depth:
+        each = items_of(value) if isinstance(value, dict) else enumerate([*value])
+        return any([_has_graph(item, depth - 1) for _, item in each])
+    return isinstance(value, Tensor) and value.grad_fn is not None
+
+
+def _names(roots: Iterable[nn.Module], found: list[_Key]) -> str:
+    """Return the names of attributes."""
+    paths = {module: path for root in roots for path, module in root.named_modules()}
+    names = [f"{paths.get(module, '?')}.{name}".lstrip(".") for module, name in found]
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return f"{', '.join(map(repr, names[:_MAX_NAMES]))}{more}"
 
 
 def _marks(model: nn.Module) -> dict[_Key, Any]:

@@ -35,6 +35,7 @@ def gather(
     """
     first = outputs[0]
     if isinstance(first, Tensor) and all([isinstance(output, Tensor) for output in outputs]):
+        _refuse_time_first([outputs], first, sizes)
         return _join(outputs, outputs, 0, sizes, join_numbers)
     rows = sizes if len(outputs) > 1 and sizes else [0] * len(outputs)
     leaves, spec = flatten(first, partial(_is_leaf, rows[0]))
@@ -48,6 +49,7 @@ def gather(
             )
         for column, leaf in zip(columns, leaves, strict=True):
             column.append(leaf)
+    _refuse_time_first(columns, first, sizes)
     joined = [
         [entry for entries in column for entry in entries]
         if isinstance(column[0], list)
@@ -55,6 +57,22 @@ def gather(
         for k, column in enumerate(columns)
     ]
     return pytree.tree_unflatten(joined, spec)
+
+
+def _refuse_time_first(columns: list[list[Any]], output: Value, sizes: Sequence[int]) -> None:
+    """Refuse outputs of which none has its rows in dimension 0, and one in dimension 1.
+
+    One of two dimensions may be (rows * time, classes), with as many classes as rows.
+    """
+    shapes = [[leaf.shape for leaf in each if isinstance(leaf, Tensor)] for each in columns]
+    rows = [(size,) for size in sizes]
+    if len(rows) > 1 and rows not in [[shape[:1] for shape in each] for each in shapes]:
+        for k, each in enumerate(shapes):
+            if [shape[1:2] for shape in each if len(shape) > 2] == rows:
+                raise ValueError(
+                    f"{_path(output, k)} has the rows of the micro-batch in dimension 1, and "
+                    "outputs are joined along dimension 0; let the last layer transpose it"
+                )
 
 
 def _is_leaf(rows: int, value: Value) -> bool:

@@ -9,7 +9,10 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Self
 
+import torch
+
 from pipert._typing import Value
+from pipert.any_model.shared_state import LeftBehind
 from pipert.batch.joining import JoinNumbers, gather
 from pipert.batch.microbatch import arguments_of, as_value, ready, scatter_with_sizes
 from pipert.engine.runtime import Function, Runtime
@@ -38,7 +41,7 @@ when_made: list[Callable[[Pipelined], None]] = []
 class Pipelined(Steps):
     """A model on its devices, and the threads that run it."""
 
-    _own = Steps._own | {"_runtime", "_stop"}
+    _own = Steps._own | {"_left", "_runtime", "_stop"}
 
     is_pipe = True  # tells an enclosing pipe that skips and statistics in here are not its own
 
@@ -47,6 +50,7 @@ class Pipelined(Steps):
         """Return the model as the runtime runs it."""
 
     def _start(self) -> None:
+        self._left = LeftBehind(self._batch_norm_groups())
         self._runtime = Runtime(self._model(), self._devices, self._workers)
         # The pool's method: a finalizer must not reference the object that it is for.
         self._stop = weakref.finalize(self, self._runtime.pool.stop)
@@ -100,7 +104,8 @@ class Pipelined(Steps):
         deferred = self._deferred_batch_norm and not is_recomputing()
         stats = DeferredStats(self._batch_norm_groups()) if deferred else None
         checkpointed = recomputed_in_each(self.checkpoint, len(inputs), len(self._partitions))
-        found = self._runtime.call(inputs, checkpointed, stats, seconds, function)
+        with self._left.inspecting(len(inputs) > 1 and torch.is_grad_enabled()):
+            found = self._runtime.call(inputs, checkpointed, stats, seconds, function)
         outputs = gather(found, sizes, join_numbers)
         if stats is not None:
             stats.commit()
@@ -194,7 +199,7 @@ class Pipelined(Steps):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the threads: a copy starts its own."""
-        return {k: v for k, v in self.__dict__.items() if k not in ("_runtime", "_stop")}
+        return {k: v for k, v in self.__dict__.items() if k not in ("_left", "_runtime", "_stop")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -87,6 +88,14 @@ def loss_of(
     weights = sizes or [1] * len(targets)
     total = sum(weights)
     adds_up = reduction == "sum" or denominator is not None or not total
+    given = function.keywords if isinstance(function, partial) else {}
+    said = given.get("reduction") or getattr(function, "reduction", None)
+    if len(targets) > 1 and not adds_up and said == "sum":
+        warnings.warn(
+            f"loss_fn has reduction='sum', and the loss is the mean of the sums of {len(targets)} "
+            "micro-batches; give forward_backward reduction='sum', or a denominator",
+            stacklevel=3,
+        )
     shares = [1.0 if adds_up else weight / total for weight in weights]
     return Loss(function, targets, shares, scale, denominator, sizes)
 

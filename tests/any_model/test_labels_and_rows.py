@@ -156,8 +156,10 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         x = self.first(x)
         if mask.dtype == torch.bool:  # the words of each row
-            return self.second(x * mask[..., None])
-        return self.second((x @ x.mT + mask).softmax(-1) @ x)
+            y = x * mask[..., None]
+        else:
+            y = (x @ x.mT + mask).softmax(-1) @ x
+        return self.second(y)  # type: ignore[no-any-return]
 
 
 def test_a_causal_mask_is_whole_and_one_of_words_is_split() -> None:

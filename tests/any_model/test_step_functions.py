@@ -105,6 +105,22 @@ def test_outputs_of_pairs_are_a_list_with_one_for_each() -> None:
     assert all(torch.equal(y["logits"], e) for y, e in zip(outputs, expected, strict=True))
 
 
+def test_a_function_that_never_calls_the_model_is_refused() -> None:
+    model = a_model()
+    other, grads = copy.deepcopy(model), {name: p.grad for name, p in model.named_parameters()}
+    with a_pipe(model) as pipe:
+        with pytest.raises(RuntimeError, match=r"called no layer of the model .* pipe\.module"):
+            pipe.forward_backward(
+                microbatches=batches(), step=lambda b: other(b["x"])["logits"].sum()
+            )
+        assert {name: p.grad for name, p in model.named_parameters()} == grads
+        pipe.forward_backward(  # not each micro-batch need call it
+            microbatches=batches(),
+            step=lambda b: model(b["x"])["logits"].sum() if len(b["x"]) > 1
+            else sum(p.sum() for p in model.parameters()),
+        )  # fmt: skip
+
+
 def test_autocast_inside_the_function_is_the_plain_loop_s() -> None:
     def step(model: Any, batch: Any) -> Any:
         with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):

@@ -78,6 +78,20 @@ def test_reduction_mean_weighs_by_rows_where_micro_batches_differ(way: Way) -> N
     same(loss.item(), 3.0)
 
 
+@pytest.mark.parametrize(
+    "loss_fn", [nn.MSELoss(reduction="sum"), functools.partial(F.mse_loss, reduction="sum")]
+)
+def test_sums_of_which_the_mean_is_taken_are_named(loss_fn: Any) -> None:
+    x = batch(6)
+    with Pipe(nn.Sequential(linear(3, 3)), [1], devices=["cpu"], chunks=3) as pipe:
+        with pytest.warns(UserWarning, match=r"sums of 3 micro-batches.*give.*denominator"):
+            pipe.forward_backward(x, target=x, loss_fn=loss_fn)
+        pipe.forward_backward(x, target=x, loss_fn=loss_fn, reduction="sum")
+        pipe.forward_backward(x, target=x, loss_fn=loss_fn, denominator=6)
+        pipe.chunks = 1
+        pipe.forward_backward(x, target=x, loss_fn=loss_fn)
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_arguments_without_rows_make_one_micro_batch(reduction: str) -> None:
     module = nn.Sequential(Apply(lambda x: x.expand(1, 3)), linear(3, 1))
