@@ -78,7 +78,7 @@ def _time(probe: Probe) -> tuple[float, Carried]:
     return forward_and_backward(probe.forward, probe.inputs(), probe.layer, probe.device)
 
 
-def _time_own_code(seconds: float, saved: int) -> float:
+def _time_own_code(seconds: float, *_: int) -> float:
     return 3 * seconds  # rule 3
 
 
@@ -89,7 +89,7 @@ def measure_calls(
     example: Arguments,
     device: torch.device,
     measure: Callable[[Probe], tuple[T, Carried]],
-    own_code: Callable[[float, int], T],
+    own_code: Callable[[float, int, int, int], T],
     then: Callable[[Value], object] = lambda output: output,
     upstream: dict[str, set[str]] | None = None,
 ) -> dict[str, list[T]]:
@@ -103,8 +103,9 @@ def measure_calls(
         example: the arguments of one micro-batch.
         device: where to measure.
         measure: returns what it finds of one call of a layer, and the output.
-        own_code: makes as much of the seconds of the model's own code between two calls, and of the
-            bytes that it saves and does not share with these.
+        own_code: makes as much of the seconds of the model's own code between two calls, of the
+            bytes that it saves and does not share with these, and of those that it makes for the
+            second one: all, and the ones that it saves.
         then: gets the model's output, and counts as its own code: a loss.
         upstream: gets, by its name, the layers that each one's first arguments were computed from,
             and those of which that is unknown, as their outputs need no gradient.
@@ -129,7 +130,7 @@ def measure_calls(
             gathering if elsewhere else contextlib.nullcontext(),
         ):
             args, kwargs = settled(example, device)
-            calls.begin_own_code(())
+            calls.begin_own_code((args, kwargs))
             then(model(*args, **kwargs))
             calls.end_own_code(())
     calls.found.pop(_FIRST, None)
@@ -150,7 +151,7 @@ class _Calls(Generic[T]):
         gathering: Gathering,
         keeping: KeepingParameters,
         measure: Callable[[Probe], tuple[T, Carried]],
-        own_code: Callable[[float, int], T],
+        own_code: Callable[[float, int, int, int], T],
         saved: list[Tensor],
         brought: list[Tensor],
         weights: Mapping[int, int],
@@ -168,6 +169,7 @@ class _Calls(Generic[T]):
         self._weights = weights
         self._known: Mapping[int, int] = {}
         """The storages of the last layer's output."""
+        self._given: Mapping[int, int] = {}  # those of its input
         self._upstream, self._unknown = upstream, set[str]()
         self._made_by = dict[Any, set[str]]()  # by an output's node, its layer and those upstream
         self.found: dict[str, list[T]] = {_FIRST: []}
@@ -182,9 +184,13 @@ class _Calls(Generic[T]):
     def end_own_code(self, inputs: Value) -> None:
         """Count what the model's own code has cost, before a layer gets ``inputs``."""
         seconds = now(self._device) - self._began
-        known = {*self._known, *self._weights, *storages(inputs), *storages(self._brought)}
-        saved = sum(size for key, size in storages(self._saved).items() if key not in known)
-        self.found[self._block].append(self._own_code(seconds, saved))
+        given, saves = storages(inputs), storages(self._saved)
+        known = {*self._known, *self._weights, *storages(self._brought)}
+        saved = sum(size for key, size in saves.items() if key not in known | given.keys())
+        made = given.keys() - known - self._given.keys()
+        sizes = [sum(given[key] for key in keys) for keys in (made, made & saves.keys())]
+        self._given = given
+        self.found[self._block].append(self._own_code(seconds, saved, *sizes))
 
     def call(self, module: nn.Module, call: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Measure a copy of a layer, and return its detached output."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
 from statistics import median
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -121,7 +122,7 @@ def block_costs(
         rounds.append(each)
     costs = [_medians([found.get(name, []) for found in rounds[1:]]) for name in begins]
     sizes = measured.sizes_of(model)  # what belongs to no layer that was called
-    next(filter(None, costs)).insert(0, _own_code(0.0, 0)._replace(**sizes))
+    next(filter(None, costs)).insert(0, _own_code(0.0)._replace(**sizes))
     for (key, size, k), used in flows.used.items():
         costs[k][-1] = costs[k][-1]._replace(stashed={**costs[k][-1].stashed, key: (size, 0)})
         for j in used:
@@ -138,8 +139,8 @@ class _Flows(TorchFunctionMode):
     def __init__(self, begins: Mapping[nn.Module, int]) -> None:
         super().__init__()
         self.is_paused, self._begins, self._block = False, begins, 0
-        self._made = dict[int, tuple[Key, int, int]]()
-        """By storage, as it may come again: a key, the bytes, and the block."""
+        self._made = dict[int, tuple[ref[Tensor], Key, int, int]]()
+        """By storage, which may come again: the tensor, a key, the bytes, and the block."""
         self.used = dict[tuple[Key, int, int], set[int]]()
         """The blocks, but for those of whose layers it is an argument."""
         self._given, self._numbers = set[int](), count()
@@ -159,11 +160,13 @@ class _Flows(TorchFunctionMode):
         if not self.is_paused and (made := storages(output)):  # else it looks at a shape
             given = storages([args, kwargs])
             for storage in given.keys() & self._made.keys() - self._given:
-                if self._made[storage][2] < self._block:
-                    self.used.setdefault(self._made[storage], set()).add(self._block)
-            for storage in made.keys() - given.keys():
-                key = None, str(next(self._numbers))
-                self._made[storage] = key, made[storage], self._block
+                tensor, *found = self._made[storage]
+                if tensor() is not None and found[2] < self._block:
+                    self.used.setdefault(tuple(found), set()).add(self._block)
+            for tensor in tensors_of(output)[0]:
+                if (storage := storage_of(tensor)) not in given:
+                    key = None, str(next(self._numbers))
+                    self._made[storage] = ref(tensor), key, made[storage], self._block
         return output
 
 
@@ -197,12 +200,14 @@ def _medians(rounds: Sequence[Sequence[LayerCost]]) -> list[LayerCost]:
     ]
 
 
-def _own_code(seconds: float, saved: int) -> LayerCost:
+def _own_code(seconds: float, saved: int = 0, made: int = 0, saved_made: int = 0) -> LayerCost:
     """Return the cost of code between layers; its backward takes twice as long."""
     return LayerCost(
         forward=seconds,
         backward=2 * seconds,
         split=2 * seconds,
+        made=made,
+        saves_output=saved_made > 0,
         saved=saved,
         kept=saved,
         forward_extra=saved,
