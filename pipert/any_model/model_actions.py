@@ -141,4 +141,5 @@ def _sum(cut: StepBoundary, i: int, gradients: list[tuple[Tensor, int]]) -> Tens
     for gradient, origin in gradients:
         (moved,) = cut.bring_gradients(i, [gradient], origin)
         total = moved if total is None else total + moved  # type: ignore[operator]
+    gradients.clear()  # else they would stay until the step ends
     return total

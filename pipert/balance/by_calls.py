@@ -4,7 +4,8 @@ The model need not name its lists of blocks: they are the outermost ``ModuleList
 transformers names the same ones). A list inside an element, such as one of experts, is no place to
 cut, unless the element takes more than a partition's share. Then it is cut inside if it stands
 alone, as a backbone does. If it is one of several of its class, it is a block and stays whole, but
-for a stage, which has a list of blocks of its own.
+for a stage, which has a list of blocks of its own. In any case the pieces are computed one from
+another: experts, which all get the input of their block, are no places to cut.
 """
 
 from __future__ import annotations
@@ -84,10 +85,10 @@ def find_blocks(
         ValueError: there are less than ``n`` blocks.
     """
 
-    def measure(cuts: set[str]) -> Times:
+    def measure(cuts: set[str], upstream: dict[str, set[str]]) -> Times:
         layers = layers_of(model, cuts)
         begins = {name for name, layer in layers.items() if name in cuts or _has_parameters(layer)}
-        return block_times(model, layers, begins, example, device)
+        return block_times(model, layers, begins, example, device, upstream)
 
     cuts, names = _refined_cuts(model, each * n, measure)
     if len(names) < n:
@@ -100,17 +101,23 @@ def find_blocks(
 
 
 def _refined_cuts(
-    model: nn.Module, n: int, measure: Callable[[set[str]], Times]
+    model: nn.Module, n: int, measure: Callable[[set[str], dict[str, set[str]]], Times]
 ) -> tuple[set[str], list[str]]:
     """Splits blocks that take more than their share, where it can; returns cuts and block names."""
     cuts, whole = set(_pieces(model, "")), set[str]()
     split: dict[str, set[str]] = {}
-    measure(cuts)  # to warm up: whatever runs first is slow
+    measure(cuts, {})  # to warm up: whatever runs first is slow
     while True:
-        times = measure(cuts)
+        upstream = dict[str, set[str]]()
+        times = measure(cuts, upstream)
         share = sum(times.values()) / n
         # A layer need not call its pieces: it may use their parameters and compute by itself.
-        useless = {name for name, pieces in split.items() if not pieces & times.keys()}
+        called = {name: [*filter(pieces.__contains__, times)] for name, pieces in split.items()}
+        useless = {
+            name for name, pieces in called.items()
+            if not pieces
+            or any(upstream[piece].isdisjoint(pieces[:k]) for k, piece in enumerate(pieces) if k)
+        }  # fmt: skip
         cuts = cuts.union(useless).difference(*(split[name] for name in useless))
         whole |= useless
         long = [name for name, seconds in times.items() if seconds > share and name not in whole]

@@ -41,7 +41,7 @@ from pipert.balance.probe import (
     storages,
 )
 from pipert.batch.microbatch import Arguments
-from pipert.batch.tensors import Carried
+from pipert.batch.tensors import Carried, tensors_of
 from pipert.model.calls import (
     Gathering,
     KeepingParameters,
@@ -62,12 +62,15 @@ def block_times(
     begins: Collection[str],
     example: Arguments,
     device: torch.device,
+    upstream: dict[str, set[str]] | None = None,
 ) -> dict[str, float]:
     """Return the seconds of each block, by the name of its layer, in the order of first calls.
 
     See :func:`measure_calls`.
     """
-    found = measure_calls(model, layers, begins, example, device, _time, _time_own_code)
+    found = measure_calls(
+        model, layers, begins, example, device, _time, _time_own_code, upstream=upstream
+    )
     return {name: sum(seconds) for name, seconds in found.items()}
 
 
@@ -75,7 +78,7 @@ def _time(probe: Probe) -> tuple[float, Carried]:
     return forward_and_backward(probe.forward, probe.inputs(), probe.layer, probe.device)
 
 
-def _time_own_code(seconds: float, saved: int) -> float:
+def _time_own_code(seconds: float, *_: int) -> float:
     return 3 * seconds  # rule 3
 
 
@@ -86,8 +89,9 @@ def measure_calls(
     example: Arguments,
     device: torch.device,
     measure: Callable[[Probe], tuple[T, Carried]],
-    own_code: Callable[[float, int], T],
+    own_code: Callable[[float, int, int, int], T],
     then: Callable[[Value], object] = lambda output: output,
+    upstream: dict[str, set[str]] | None = None,
 ) -> dict[str, list[T]]:
     """Return what was measured of each block, by its layer's name, in the order of first calls.
 
@@ -99,9 +103,12 @@ def measure_calls(
         example: the arguments of one micro-batch.
         device: where to measure.
         measure: returns what it finds of one call of a layer, and the output.
-        own_code: makes as much of the seconds of the model's own code between two calls, and of the
-            bytes that it saves and does not share with these.
+        own_code: makes as much of the seconds of the model's own code between two calls, of the
+            bytes that it saves and does not share with these, and of those that it makes for the
+            second one: all, and the ones that it saves.
         then: gets the model's output, and counts as its own code: a loss.
+        upstream: gets, by its name, the layers that each one's first arguments were computed from,
+            and those of which that is unknown, as their outputs need no gradient.
     """
     brought: list[Tensor] = []
     gathering = Gathering(device, brought)
@@ -115,14 +122,15 @@ def measure_calls(
     ):
         weights = storages([*model.parameters(), *model.buffers()])
         calls = _Calls(
-            layers, begins, device, gathering, keeping, measure, own_code, saved, brought, weights
-        )
+            layers, begins, device, gathering, keeping, measure, own_code, saved, brought, weights,
+            {} if upstream is None else upstream,
+        )  # fmt: skip
         with (
             intercepted(layers.values(), calls),
             gathering if elsewhere else contextlib.nullcontext(),
         ):
             args, kwargs = settled(example, device)
-            calls.begin_own_code(())
+            calls.begin_own_code((args, kwargs))
             then(model(*args, **kwargs))
             calls.end_own_code(())
     calls.found.pop(_FIRST, None)
@@ -143,10 +151,11 @@ class _Calls(Generic[T]):
         gathering: Gathering,
         keeping: KeepingParameters,
         measure: Callable[[Probe], tuple[T, Carried]],
-        own_code: Callable[[float, int], T],
+        own_code: Callable[[float, int, int, int], T],
         saved: list[Tensor],
         brought: list[Tensor],
         weights: Mapping[int, int],
+        upstream: dict[str, set[str]],
     ) -> None:
         self._names = {layer: name for name, layer in layers.items()}
         self._begins = begins
@@ -160,6 +169,9 @@ class _Calls(Generic[T]):
         self._weights = weights
         self._known: Mapping[int, int] = {}
         """The storages of the last layer's output."""
+        self._given: Mapping[int, int] = {}  # those of its input
+        self._upstream, self._unknown = upstream, set[str]()
+        self._made_by = dict[Any, set[str]]()  # by an output's node, its layer and those upstream
         self.found: dict[str, list[T]] = {_FIRST: []}
 
     def begin_own_code(self, output: Value) -> None:
@@ -172,9 +184,13 @@ class _Calls(Generic[T]):
     def end_own_code(self, inputs: Value) -> None:
         """Count what the model's own code has cost, before a layer gets ``inputs``."""
         seconds = now(self._device) - self._began
-        known = {*self._known, *self._weights, *storages(inputs), *storages(self._brought)}
-        saved = sum(size for key, size in storages(self._saved).items() if key not in known)
-        self.found[self._block].append(self._own_code(seconds, saved))
+        given, saves = storages(inputs), storages(self._saved)
+        known = {*self._known, *self._weights, *storages(self._brought)}
+        saved = sum(size for key, size in saves.items() if key not in known | given.keys())
+        made = given.keys() - known - self._given.keys()
+        sizes = [sum(given[key] for key in keys) for keys in (made, made & saves.keys())]
+        self._given = given
+        self.found[self._block].append(self._own_code(seconds, saved, *sizes))
 
     def call(self, module: nn.Module, call: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Measure a copy of a layer, and return its detached output."""
@@ -188,16 +204,33 @@ class _Calls(Generic[T]):
         try:
             # Without the hooks of a checkpoint around layers.
             with self._gathering.paused(), self._keeping.paused(), without_hooks():
-                output = self._of_layer(module, Arguments(args, kwargs))
+                output = self._of_layer(name, module, Arguments(args, kwargs))
         except Exception as error:
             note_layer(error, name, module)
             raise
         self.begin_own_code(output)
         return output
 
-    def _of_layer(self, layer: nn.Module, arguments: Arguments) -> Value:
+    def _of_layer(self, name: str, layer: nn.Module, arguments: Arguments) -> Value:
+        upstream = self._sources(arguments)
+        self._upstream.setdefault(name, upstream)
         copy, carried = copied(layer, self._device), Carried(arguments, ())
         found, output = self._measure(Probe(layer, copy, self._device, carried, NO_SKIPS))
         self.found[self._block].append(found)
         torch.clear_autocast_cache()  # it would keep the copy alive
-        return cloned(settled(output.value, self._device))  # no leaves: may be changed in place
+        value = cloned(settled(output.value, self._device))  # no leaves: may be changed in place
+        nodes = [tensor.grad_fn for tensor in tensors_of(value)[0] if tensor.requires_grad]
+        self._made_by.update(dict.fromkeys(nodes, upstream | {name}))
+        self._unknown |= {name} if not nodes else set()
+        return value
+
+    def _sources(self, value: Value) -> set[str]:
+        """Return the layers from whose outputs the model's own code has computed a value."""
+        found, seen = set(self._unknown), set[Any]()
+        nodes = [tensor.grad_fn for tensor in tensors_of(value)[0]]
+        while nodes:
+            if (node := nodes.pop()) is not None and node not in seen:
+                seen.add(node)
+                found |= self._made_by.get(node, set())
+                nodes += [before for before, _ in node.next_functions]
+        return found

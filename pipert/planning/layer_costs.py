@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import count
 from statistics import median
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+from torch.overrides import TorchFunctionMode
 
 from pipert._torch import storage_of
 from pipert._typing import Device, Value
@@ -98,6 +101,7 @@ def block_costs(
     given: list[Value] = []  # the arguments of the last call, alive, since they are compared
 
     def measure(probe: Probe) -> tuple[LayerCost, Carried]:
+        flows.enter_layer(probe)
         args, kwargs = probe.carried.value
         shared = storages(given)  # such as a mask, which stays once for all layers
         given[:] = [args, kwargs]
@@ -106,19 +110,64 @@ def block_costs(
         probe.forward(probe.inputs())
         refuse_changes(objects)  # before it is called again
         cost, output = measured(probe)
+        flows.is_paused = False
         return cost._replace(kept=kept), output
 
-    rounds = []
-    for _ in range(1 + _ROUNDS):
+    rounds, flows = [], _Flows({layers[name]: k for k, name in enumerate(begins)})
+    for k in range(1 + _ROUNDS):
         given.clear()
         measured = _Measure()
-        with _without_caches(model):
+        with _without_caches(model), flows if k == 0 else contextlib.nullcontext():
             each = measure_calls(model, layers, begins, example, device, measure, _own_code, loss)
         rounds.append(each)
     costs = [_medians([found.get(name, []) for found in rounds[1:]]) for name in begins]
     sizes = measured.sizes_of(model)  # what belongs to no layer that was called
-    next(filter(None, costs)).insert(0, _own_code(0.0, 0)._replace(**sizes))
+    next(filter(None, costs)).insert(0, _own_code(0.0)._replace(**sizes))
+    for (key, size, k), used in flows.used.items():
+        costs[k][-1] = costs[k][-1]._replace(stashed={**costs[k][-1].stashed, key: (size, 0)})
+        for j in used:
+            costs[j][-1] = costs[j][-1]._replace(popped={**costs[j][-1].popped, key: 0})
     return costs
+
+
+class _Flows(TorchFunctionMode):
+    """Notes which tensors the model's own code uses in later blocks than that which made them.
+
+    Operations of layers are not looked at. A tensor without a maker is the caller's, or a weight.
+    """
+
+    def __init__(self, begins: Mapping[nn.Module, int]) -> None:
+        super().__init__()
+        self.is_paused, self._begins, self._block = False, begins, 0
+        self._made = dict[int, tuple[ref[Tensor], Key, int, int]]()
+        """By storage, which may come again: the tensor, a key, the bytes, and the block."""
+        self.used = dict[tuple[Key, int, int], set[int]]()
+        """The blocks, but for those of whose layers it is an argument."""
+        self._given, self._numbers = set[int](), count()
+
+    def enter_layer(self, probe: Probe) -> None:
+        """Pause; a block may begin, with the inputs of its layer."""
+        begun = self._begins.get(probe.original, 0)
+        if begun > self._block:
+            self._block, self._given = begun, set()
+        self._given |= storages(probe.carried.value).keys()
+        self.is_paused = True
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        output = func(*args, **kwargs or {})
+        if not self.is_paused and (made := storages(output)):  # else it looks at a shape
+            given = storages([args, kwargs])
+            for storage in given.keys() & self._made.keys() - self._given:
+                tensor, *found = self._made[storage]
+                if tensor() is not None and found[2] < self._block:
+                    self.used.setdefault(tuple(found), set()).add(self._block)
+            for tensor in tensors_of(output)[0]:
+                if (storage := storage_of(tensor)) not in given:
+                    key = None, str(next(self._numbers))
+                    self._made[storage] = ref(tensor), key, made[storage], self._block
+        return output
 
 
 @contextlib.contextmanager
@@ -151,12 +200,14 @@ def _medians(rounds: Sequence[Sequence[LayerCost]]) -> list[LayerCost]:
     ]
 
 
-def _own_code(seconds: float, saved: int) -> LayerCost:
+def _own_code(seconds: float, saved: int = 0, made: int = 0, saved_made: int = 0) -> LayerCost:
     """Return the cost of code between layers; its backward takes twice as long."""
     return LayerCost(
         forward=seconds,
         backward=2 * seconds,
         split=2 * seconds,
+        made=made,
+        saves_output=saved_made > 0,
         saved=saved,
         kept=saved,
         forward_extra=saved,
