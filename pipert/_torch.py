@@ -113,11 +113,9 @@ _needed("_sequence_nr", _node)
 sequence_nr: Callable[[Any], int] = operator.methodcaller("_sequence_nr")
 """The number of a node, counted by the thread that created it."""
 
-_or(None, "_input_metadata", _node)
-devices_of: Callable[[Any], list[Any]] = lambda node: [  # noqa: E731
-    output.device for output in getattr(node, "_input_metadata", ())
-]
-"""The devices of a node's outputs; without the name none, and torch refuses what we would."""
+_outputs = _or(property(lambda _: ()), "torch._C:_FunctionBase._input_metadata")
+outputs_of: Callable[[Any], Any] = _outputs.__get__
+"""What a node in Python knows of its outputs. The fallback leaves an error to torch."""
 
 set_sequence_nr: Callable[[Any, int], None] = _needed("torch._C:_FunctionBase._set_sequence_nr")
 """Sets the number of the node of a ``Function``, given its context."""

@@ -18,8 +18,8 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from operator import setitem
 from typing import Any
@@ -37,11 +37,11 @@ __all__: list[str] = []
 
 _SMALL = 1 << 16  # elements; such a buffer is put aside even if nothing shows that it changes
 
-# By layers, and by modules inside them that have buffers. Each access is one operation of a dict.
-_of_layers: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+# By modules that have buffers, and by layers. Each access is one operation of a dict.
 _locks: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
-for _table in (_of_layers, _locks):
-    os.register_at_fork(after_in_child=_table.clear)  # another thread may have held them
+_of_layers: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+os.register_at_fork(after_in_child=_locks.clear)  # another thread may have held them
+os.register_at_fork(after_in_child=_of_layers.clear)
 
 # The run whose layers the current code is in. Set in the task's own copy of the context variables.
 _run: ContextVar[object] = ContextVar("pipert_run", default=None)
@@ -61,29 +61,21 @@ def locked(layer: nn.Module, run: object) -> AbstractContextManager[object]:
         _run.set(run)
     elif _run.get() is not run:
         return NOTHING
-    found: AbstractContextManager[object] | None = _of_layers.get(layer)
-    if found is None:
+    locks = _of_layers.get(layer)
+    if locks is None:
         modules = [module for module in modules_of(layer) if module._buffers]
         new = next(filter(None, map(_locks.get, modules)), threading.RLock())
-        locks = {_locks.setdefault(module, new) for module in modules}
-        own = next(iter(locks), NOTHING) if len(locks) < 2 else _Together(sorted(locks, key=id))
-        found = _of_layers.setdefault(layer, own)
-    return found
+        found = {_locks.setdefault(module, new) for module in modules}
+        locks = _of_layers.setdefault(layer, sorted(found, key=id))
+    first: AbstractContextManager[object] = locks[0] if locks else NOTHING
+    return first if len(locks) < 2 else _under(locks)
 
 
-class _Together:
-    """A block under several locks."""
-
-    def __init__(self, locks: Sequence[Any]) -> None:
-        self._locks = locks
-
-    def __enter__(self) -> None:
-        for lock in self._locks:
-            lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        for lock in self._locks:
-            lock.release()
+@contextmanager
+def _under(locks: Iterable[Any]) -> Iterator[None]:
+    with ExitStack() as stack:
+        deque(map(stack.enter_context, locks), 0)
+        yield
 
 
 class Buffers:

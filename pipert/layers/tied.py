@@ -30,8 +30,12 @@ from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 
 from pipert._torch import (
-    WEIGHT_SETTERS, AccumulateGrad, devices_of, forward_pre_hooks, tensor_hooks,
-)  # fmt: skip
+    WEIGHT_SETTERS,
+    AccumulateGrad,
+    forward_pre_hooks,
+    outputs_of,
+    tensor_hooks,
+)
 from pipert._typing import Value
 from pipert.autograd.leaves import leaves_behind
 from pipert.batch.tensors import describe, differentiable, version
@@ -77,16 +81,11 @@ def check_borrowers(partition: nn.Module, weights: Weights) -> None:
 
 
 def hooked(partition: nn.Module, others: Weights, setters: dict[nn.Module, nn.Module]) -> Weights:
-    """Returns a partition's parameters that have hooks, except ``others``.
+    """Returns a partition's parameters that have hooks, except ``others``, which have substitutes.
 
     In a step each micro-batch has a gradient of its own, but the hooks must see the sum, so layers
-    compute with a substitute for the parameter.
-
-    Args:
-        partition: the layers.
-        others: parameters that have a substitute already.
-        setters: the partition of each module whose weight is set before each forward; those of this
-            partition are added.
+    compute with a substitute for the parameter. ``setters`` gets the partition of each module whose
+    weight is set before each forward.
 
     Raises:
         ValueError: a compiled or scripted layer uses such a parameter, or a module whose weight is
@@ -96,7 +95,8 @@ def hooked(partition: nn.Module, others: Weights, setters: dict[nn.Module, nn.Mo
     for module in modules_of(partition):
         if forward_pre_hooks(module) and _sets_weight(module):
             if setters.setdefault(module, partition) is not partition:
-                raise _set_on_two_threads(partition, module)
+                name = next(name for name, found in partition.named_modules() if found is module)
+                raise ValueError(_SET_ON_TWO_THREADS.format(name))
         for weight in module._parameters.values():  # runs in each step, so it does no more
             if weight is not None and tensor_hooks(weight):
                 found[weight] = None
@@ -121,26 +121,20 @@ def _sets_weight(module: nn.Module) -> bool:
     return any(isinstance(hook, setters) for hook in forward_pre_hooks(module).values())
 
 
-def _set_on_two_threads(partition: nn.Module, module: nn.Module) -> ValueError:
-    name = next(name for name, found in partition.named_modules() if found is module)
-    return ValueError(
-        f"the module {name!r} is used in several partitions, and torch.nn.utils.weight_norm, "
-        "spectral_norm or prune sets its weight before each forward, which forward_backward would "
-        "do on two threads at once; use torch.nn.utils.parametrizations, choose a balance that "
-        "puts its uses in one partition, or call the pipe and loss.backward()"
-    )
+_SET_ON_TWO_THREADS = (
+    "the module {!r} is used in several partitions, and torch.nn.utils.weight_norm, spectral_norm "
+    "or prune sets its weight before each forward, which forward_backward would do on two threads "
+    "at once; use torch.nn.utils.parametrizations, choose a balance that puts its uses in one "
+    "partition, or call the pipe and loss.backward()"
+)
 
 
 class Substitute(TorchFunctionMode):
     """A function mode that passes ``copies`` to the torch functions called with ``weights``.
 
-    Args:
-        weights: parameters and buffers.
-        copies: one per weight, on the device of the called layer.
-        versions: the versions of the parameters when the run began.
-
-    Leaving the block raises ``RuntimeError`` if a parameter or its copy was modified in place: the
-    other would miss the change, or see it in no fixed order.
+    ``versions`` are those of the weights, parameters or buffers, when the run began. Leaving
+    the block raises ``RuntimeError`` if a parameter or its copy was modified in place: the other
+    would miss the change, or see it in no fixed order.
     """
 
     def __init__(
@@ -193,27 +187,22 @@ class Substitute(TorchFunctionMode):
 
 
 def refuse_functions(y: Value, copied: Container[int], stop: Iterable[Any] = ()) -> None:
-    """Refuse a graph in which a ``Function`` on one device got a parameter of another.
+    """Refuse a graph in which a ``Function`` got a parameter of another device, not its copy.
 
-    Args:
-        y: what has the graph.
-        copied: the ids of the parameters that have a copy.
-        stop: nodes that are not visited.
-
-    Raises:
-        RuntimeError: it did. Its gradient would be on another device than the parameter.
+    ``copied`` has the ids of parameters with copies; the nodes in ``stop`` are not visited.
     """
     ends = [x.grad_fn for x in differentiable(y)[0] if x.grad_fn is not None]
+    node: Any
     for node in leaves_behind(ends, stop=stop).nodes:
-        for child, _ in node.next_functions if isinstance(node, BackwardCFunction) else ():
-            weight = child.variable if type(child) is AccumulateGrad else None
-            if id(weight) in copied and weight.device not in (devices_of(node) or [weight.device]):
+        children = node.next_functions if issubclass(type(node), BackwardCFunction) else ()
+        for weight in [child.variable for child, _ in children if type(child) is AccumulateGrad]:
+            devices = [output.device for output in outputs_of(node)]
+            if id(weight) in copied and devices and weight.device not in devices:
                 raise RuntimeError(
                     f"{type(node).__name__.removesuffix('Backward')}, an autograd.Function, got a "
-                    f"parameter ({describe(weight)}) of another device, shared by layers on both, "
-                    "and Function.apply cannot be given the copy in its place; pass it "
-                    "weight.view_as(weight), which is a view of the copy, or choose a balance that "
-                    "puts the layers that share it on one device"
+                    f"parameter ({describe(weight)}) of another device, shared by layers on both; "
+                    "pass it weight.view_as(weight), which is a view of this device's copy, or "
+                    "choose a balance that puts the layers that share it on one device"
                 )
 
 

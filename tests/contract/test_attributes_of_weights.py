@@ -20,7 +20,8 @@ class Times(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Attributed) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.main_grad = weight.main_grad
-        return x @ weight.t()
+        y: Tensor = x @ weight.t()
+        return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
@@ -32,8 +33,9 @@ class Times(torch.autograd.Function):
 class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.weight: Attributed = nn.Parameter(torch.randn(3, 3, dtype=torch.float64))
-        self.weight.main_grad = torch.zeros(3, 3, dtype=torch.float64)
+        weight: Attributed = nn.Parameter(torch.randn(3, 3, dtype=torch.float64))
+        weight.main_grad = torch.zeros(3, 3, dtype=torch.float64)
+        self.weight = weight
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = Times.apply(x, self.weight)  # type: ignore[no-untyped-call]

@@ -85,7 +85,8 @@ def go_back(pipe: Any, schedule: str | None) -> None:
     x = torch.randn(6, 4, dtype=torch.float64)
     if schedule is None:
         y = pipe(x)
-        F.mse_loss(y, torch.zeros_like(y)).backward()
+        loss: Any = F.mse_loss(y, torch.zeros_like(y))
+        loss.backward()
     else:
         pipe.forward_backward(
             x, target=torch.zeros_like(x), loss_fn=F.mse_loss, schedule=schedule

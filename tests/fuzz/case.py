@@ -19,6 +19,11 @@ UNITS = {  # groups of layers, and their weights; see layers.py
     "integers": 2, "ignores": 1, "lengths": 1, "pipe": 1, "batch norm": 1, "dropout": 1,
     "noise": 1, "fragile": 2,
 }  # fmt: skip
+CHANCES = {"functions": 0.3, "copies": 0.3, "containers": 0.1, "labels": 0.02}
+"""What may be drawn besides: ``"functions"`` puts weights, which may be tied, into functions of a
+user's own; the others are names of ``asides.ASIDES``."""
+DRAWN = {"functions", "labels"}
+"""Which of them are drawn. Add a name to switch its drawing on."""
 DEVICES = ["cuda:0", "cuda:1", "cuda:2", "cuda:3", "cpu"]
 
 
@@ -86,6 +91,8 @@ class Case:
     """Whether it runs in single precision under autocast to bfloat16."""
     in_place: bool = False
     """Whether the pipe is one of any model, if its forward can be that of an ``nn.Sequential``."""
+    asides: tuple[str, ...] = ()
+    """What the user does after the steps, by name; see ``asides.py``."""
     steps: tuple[Step, ...] = (Step(),)
 
 
@@ -95,6 +102,12 @@ def draw(seed: int, number: int) -> Case:
     units = tuple(_weighted(dice, UNITS) for _ in range(dice.randint(1, 6)))
     n = dice.randint(1, 4)
     devices = tuple(dice.choice(DEVICES[: dice.choice([2, 4, 5])]) for _ in range(n))
+    more = Random(f"{seed}-{number}-more")  # which leaves the other numbers as they were
+    asides = [name for name, chance in CHANCES.items() if more.random() < chance and name in DRAWN]
+    for name, unit in (("functions", "function"), ("copies", "own state")):
+        if name in asides:
+            k = more.randint(0, len(units))
+            units = (*units[:k], unit, *units[k:])
     if dice.random() < 0.3:  # partitions are placed on two devices in turn
         devices = tuple(dice.sample(DEVICES[:4], 2))
     return Case(
@@ -112,6 +125,7 @@ def draw(seed: int, number: int) -> Case:
         several=dice.random() < 0.25,
         autocast=dice.random() < 0.1,
         in_place=dice.random() < 0.3,
+        asides=tuple(name for name in asides if name != "functions"),
         steps=tuple(_step(dice, devices) for _ in range(dice.randint(1, 4))),
     )
 

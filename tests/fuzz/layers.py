@@ -34,6 +34,38 @@ class Scale(nn.Module):
         return x.mul_(self.factor) if self.in_place else x * self.factor
 
 
+class OwnState(Scale):
+    """Says itself what a copy of it gets: all its attributes."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return dict(self.__dict__)
+
+
+class Times(torch.autograd.Function):
+    """A linear layer, differentiated by hand."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x.to(weight.dtype) @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        dy = dy.to(weight.dtype)
+        return (dy @ weight).to(x.dtype), dy.t() @ x.to(weight.dtype)
+
+
+class ByHand(nn.Linear):
+    """Gives its weight to a function of its own: a view, as the weight may be tied."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = Times.apply(  # type: ignore[no-untyped-call]
+            x, self.weight.view_as(self.weight)
+        )
+        return y + self.bias
+
+
 class Hands(Scale):
     """Returns its parameter beside the product with it."""
 
@@ -153,6 +185,8 @@ MAKERS: dict[str, Callable[[], list[nn.Module]]] = {
     "dropout": lambda: [nn.Dropout(0.4)],
     "noise": lambda: [Apply(lambda x: x + torch.rand_like(x))],
     "fragile": lambda: [Fragile()],
+    "function": lambda: [ByHand(3, 3)],
+    "own state": lambda: [OwnState()],
 }
 
 

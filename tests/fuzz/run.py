@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipert import Pipe, pipeline
+from tests.fuzz.asides import take_asides
 from tests.fuzz.case import Case, Step
 from tests.fuzz.layers import RANDOM, Fault, Fragile, Model, build
 from tests.fuzz.orders import schedule_of
@@ -69,6 +70,7 @@ def in_pipe(case: Case, first: Found | None = None) -> Found:
                 if "drop" in step.then:
                     allocate()
         keep_state(found, pipe)
+        take_asides(case, model.layers, found, True)
     synchronize()
     return found
 
@@ -227,6 +229,7 @@ def reference(case: Case, found: Found) -> Found:
         keep_gradients(expected, plain)
         clear_up(step, plain, optimizer, batch)
     keep_state(expected, plain)
+    take_asides(case, plain, expected, False)
     return expected
 
 
