@@ -138,8 +138,7 @@ class PutOff:
         every = (*wanted, *self._nodes, leaf)  # asked for, so that the engine goes there
         found: Sequence[Tensor | None] = (None,) * len(every)
         try:
-            # First, so that the engine has found the way to an only y when the device begins.
-            found = run(every, (own, *ys), (leaf.detach(), *dys))
+            found = run(every, (own, *ys), (leaf.detach(), *dys))  # last, it might meet y's node
         finally:
             self._nodes.clear()
             captured = found[len(wanted) : -1]

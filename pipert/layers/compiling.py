@@ -29,10 +29,10 @@ from pipert.layers.modules import modules_of
 __all__: list[str] = []
 
 
-def refuse_compilation(is_step: bool = False) -> None:
+def refuse_compilation(is_step: bool = False, *, recomputes: bool = False) -> None:
     """Refuse a call of a pipe that is traced, or made on a thread that torch.compile watches.
 
-    Refuse a step under compiled autograd, too: torch compiles one backward at a time.
+    Refuse a step, and a call that ``recomputes``, where compiled autograd cannot capture it.
 
     Raises:
         TransformError: the call is one of these.
@@ -52,11 +52,12 @@ def refuse_compilation(is_step: bool = False) -> None:
             "function of yours, call torch.compiler.disable(pipe)"
         )
     compiled: Any = sys.modules.get("torch._dynamo.compiled_autograd")
-    if is_step and compiled is not None and getattr(compiled, "compiled_autograd_enabled", False):
+    is_on = torch.is_grad_enabled() and getattr(compiled, "compiled_autograd_enabled", False)
+    if is_on and (is_step or recomputes and torch._dynamo.config.compiled_autograd):
         raise TransformError(
-            "a step of a pipe was called under compiled autograd, which compiles one backward at a "
-            "time, while workers go backward at the same time. Leave it out, or call the pipe and "
-            "loss.backward()"
+            "a step of a pipe, or a recomputation, began under compiled autograd, which compiles "
+            "one backward at a time, and in torch.compile all its functions. Leave it out, or call "
+            "the pipe, with checkpoint='never' if in torch.compile, and loss.backward()"
         )
 
 

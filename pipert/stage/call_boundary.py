@@ -62,8 +62,7 @@ class CallBoundary:
     _token: Tensor | None = None
     _checkpoint: Checkpoint | None = None
     """The checkpoint of the current micro-batch."""
-    _callers: int = field(default_factory=node_count)
-    """The caller's nodes have numbers below this."""
+    _callers: int = field(default_factory=node_count)  # whose nodes have numbers below this
 
     def enter(self, i: int, x: Value) -> Value:
         """Prepare the input of micro-batch ``i`` for the layers."""

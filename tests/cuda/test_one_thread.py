@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 import pipert
-from pipert import Pipe
+from pipert import Pipe, _torch
 from pipert.autograd import engine
 from tests.contract.ways import CALL, MODES
 
@@ -31,7 +31,8 @@ class Slices(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y, z = self.inner(x), torch.zeros_like(x)
         z[:, :3] += y[:, 3:]
-        return z + y
+        result: Tensor = z + y
+        return result
 
 
 def squares(y: Tensor, _: object) -> Tensor:
@@ -66,14 +67,14 @@ def _device(node: Any) -> torch.device:
 def test_each_backward_of_a_task_goes_through_nodes_of_one_device(
     kind: str, schedule: str, checkpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found, real = list[set[torch.device]](), engine.run_backward
+    found, real = list[set[torch.device]](), _torch.run_backward
 
     def run(ys: Any, *rest: Any, **more: Any) -> Any:
         found.append(executed(ys, rest[3]))
         return real(ys, *rest, **more)
 
     monkeypatch.setattr(engine, "run_backward", run)
-    model = nn.Sequential(*[Slices() for _ in range(4)])
+    model: Any = nn.Sequential(*[Slices() for _ in range(4)])
     model[1].inner[0].weight = model[0].inner[0].weight  # whose copy is on another device
     x = torch.randn(6, 6, requires_grad=True)
     options: dict[str, Any] = {"devices": DEVICES, "chunks": 3, "checkpoint": checkpoint}

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo import compiled_autograd
 
+import pipert
 from pipert import Pipe, TransformError
 from tests.contract.ways import Way, batch, grads_of, linear, mean, same, ways
 
@@ -97,3 +98,23 @@ def test_a_step_under_compiled_autograd_is_refused() -> None:
                 pipe.forward_backward(x, loss_fn=mean)
             mean(pipe(x), None).backward()
     same(grads_of(module), grads_of(plain))
+
+
+@pytest.mark.parametrize("kind", [Pipe, pipert.pipeline])
+def test_a_recomputation_that_torch_would_compile_with_its_backward_is_refused(
+    kind: Any,
+) -> None:
+    module, x = nn.Sequential(linear(3, 3), linear(3, 3)), batch(4)
+    cuts = [1, 1] if kind is Pipe else ["1"]
+    of_torch: Any = torch
+    config, disable = of_torch._dynamo.config, of_torch.compiler.disable
+    with (
+        config.patch(compiled_autograd=True),
+        kind(module, cuts, devices=["cpu"] * 2, chunks=2, checkpoint="always") as pipe,
+    ):
+        step = torch.compile(lambda: mean(disable(pipe)(x), None).backward(), backend="eager")
+        with pytest.raises(TransformError, match="compiled autograd.*checkpoint='never'"):
+            step()
+        pipe.checkpoint = "never"
+        step()
+    assert module[0].weight.grad is not None
