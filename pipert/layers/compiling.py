@@ -16,7 +16,6 @@ the same moment. The rules:
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 import torch
 from torch import nn
@@ -51,9 +50,9 @@ def refuse_compilation(is_step: bool = False, *, recomputes: bool = False) -> No
             "Pipe(nn.Sequential(*[torch.compile(layer) for layer in module]), ...). In a compiled "
             "function of yours, call torch.compiler.disable(pipe)"
         )
-    compiled: Any = sys.modules.get("torch._dynamo.compiled_autograd")
-    is_on = torch.is_grad_enabled() and getattr(compiled, "compiled_autograd_enabled", False)
-    if is_on and (is_step or recomputes and torch._dynamo.config.compiled_autograd):
+    now, config = [sys.modules.get(f"torch._dynamo.{k}") for k in ("compiled_autograd", "config")]
+    is_on = torch.is_grad_enabled() and getattr(now, "compiled_autograd_enabled", False)
+    if is_on and (is_step or recomputes and getattr(config, "compiled_autograd", False)):
         raise TransformError(
             "a step of a pipe, or a recomputation, began under compiled autograd, which compiles "
             "one backward at a time, and in torch.compile all its functions. Leave it out, or call "

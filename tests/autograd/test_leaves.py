@@ -125,7 +125,8 @@ def test_a_node_of_the_caller_is_not_a_task_s_though_its_number_might_be() -> No
     layer, x = UsesOneOfTheCaller(), torch.ones(2, 2)
 
     def call() -> tuple[int, Any]:
-        with Pipe(nn.Sequential(layer), [1], devices=["cpu"], chunks=2, checkpoint="always") as pipe:
+        module = nn.Sequential(layer)
+        with Pipe(module, [1], devices=["cpu"], chunks=2, checkpoint="always") as pipe:
             for _ in range(2):
                 pipe(x)
             first, _, second, _ = layer.unused
