@@ -96,10 +96,12 @@ class Routed(Guest):
             kwargs["use_cache"] = False
         return self._plain()(*args, **kwargs)
 
-    def __func__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Call as the function of a bound method is called: accelerate wraps and binds it."""
         call = self if module is self._module else type(module).forward.__get__(module)
         return call(*args, **kwargs)
+
+    __func__ = forward  # pickle finds what is bound to a model by the name of the function
 
     @property
     def __signature__(self) -> inspect.Signature:

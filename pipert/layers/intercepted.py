@@ -2,10 +2,8 @@
 
 ``nn.Module.__call__`` first looks at the slot ``_compiled_call_impl``, which is meant for
 ``module.compile()``. An object there sees each call, hooks included, and is in no ``state_dict``.
-On all other threads it passes the calls on.
-
-Copies and pickles of a module are the plain module's: its class may copy ``__dict__`` whole, as
-that of ``nn.LSTM`` does, so it is asked for the state of a module that is in no pipe.
+On all other threads it passes the calls on. Copies and pickles are the plain module's: its class,
+which may copy ``__dict__`` whole as that of ``nn.LSTM`` does, is asked for the state of a plain one.
 """
 
 from __future__ import annotations
