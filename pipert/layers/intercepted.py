@@ -3,7 +3,7 @@
 ``nn.Module.__call__`` first looks at the slot ``_compiled_call_impl``, which is meant for
 ``module.compile()``. An object there sees each call, hooks included, and is in no ``state_dict``.
 On all other threads it passes the calls on. Copies and pickles are the plain module's: its class,
-which may copy ``__dict__`` whole as that of ``nn.LSTM`` does, is asked for the state of a plain one.
+which may copy ``__dict__`` whole as that of ``nn.LSTM`` does, is asked for a plain one's state.
 """
 
 from __future__ import annotations
