@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from pipert._typing import Device
-from pipert.any_model.routed import close_pipes_of
+from pipert.any_model.routed import pipe_of
 from pipert.balance.by_calls import choose_cuts
 from pipert.model.device_map import cuts_of_device_map, has_device_map, remove_hooks
 from pipert.pipes.module_pipe import ModulePipe
@@ -76,7 +76,8 @@ def pipeline(
         cuts, mapped = cuts_of_device_map(model)
     elif cuts is not None and partitions is not None:
         raise ValueError(f"give cuts or partitions, got both: {cuts!r} and {partitions!r}")
-    close_pipes_of(model)
+    while (older := pipe_of(model)) is not None and older.module is model:
+        older.close()
     if has_device_map(model):
         remove_hooks(model)
     if cuts is None:

@@ -9,8 +9,8 @@ it in the pipe:
    same, as accelerate's does.
 2. So do the modules around layers of several partitions, such as the model inside an adapter's, or
    an encoder that is called on its own: their layers are on several devices, too.
-3. Code that runs inside of the pipe gets the plain ``forward``. So do a copy and a pickled model.
-   It is that of the class, which a library may replace later, unless the model had its own.
+3. Code that runs inside of the pipe gets the plain ``forward``: the model's own, if it had one, or
+   what its class has now. So do a copy and a pickled model.
 4. Outputs are on the device of the inputs, as the plain model's would be.
 5. The loss of a call with labels is the plain model's. It is computed in one micro-batch, unless it
    is a sum divided by ``num_items_in_batch``, which the caller gives or labels show.
@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -62,15 +61,13 @@ class Runs(Protocol):
         """Whether a call has several micro-batches, if not ``in_one``, or is recomputed."""
 
     def call_part(
-        self,
-        module: nn.Module,
-        call: Callable[..., Value],
-        args: Any,
-        kwargs: dict[str, Any],
-        why_in_one: str,
-        join_numbers: JoinNumbers,
-    ) -> Value:
-        """Call ``module`` with a mini-batch, in one micro-batch if there is a reason."""
+        self, module: nn.Module, call: Callable[..., Value], args: Any, kwargs: dict[str, Any],
+        why_in_one: str, join_numbers: JoinNumbers,
+    ) -> Value:  # fmt: skip
+        """Call ``module`` with a mini-batch, in one micro-batch if there is a reason.
+
+        ``call`` calls it, for each micro-batch; ``join_numbers`` joins 0-dimensional outputs.
+        """
 
 
 # The routes of each module, in the order they were made.
@@ -97,23 +94,27 @@ class Routed(Guest):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.is_outside():
-            return self.send(self._plain(), args, kwargs)
-        pipe, given = self._pipe, self._named(args, kwargs)
-        if pipe is not None and self._makes_cache(given) and pipe.splits_or_recomputes():
-            kwargs["use_cache"] = _refuse_packed(self._module, given)
+            return self.send(self._plain(), *args, **kwargs)
+        pipe = self._pipe
+        if pipe is not None and getattr(self._module, "config", None) is not None:
+            given = self._named(args, kwargs)
+            if self._makes_cache(given) and pipe.splits_or_recomputes():
+                kwargs["use_cache"] = _refuse_packed(self._module, given)
         return self._plain()(*args, **kwargs)
 
-    def __func__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Call as the function of a bound method is called: accelerate wraps and binds it."""
-        return (self if module is self._module else _of_class(module))(*args, **kwargs)
+        call = self if module is self._module else type(module).forward.__get__(module)
+        return call(*args, **kwargs)
+
+    __func__ = forward  # pickle finds what is bound to a model by the name of the function
 
     @property
     def __signature__(self) -> inspect.Signature:
         return inspect.signature(self._plain())
 
-    def _plain(self) -> Callable[..., Any]:
-        found: Callable[..., Any] = self.own or _of_class(self._module)
-        return found
+    def _plain(self) -> Any:
+        return self.own or type(self._module).forward.__get__(self._module)
 
     def is_outside(self) -> bool:
         """Whether the current code does not run inside of the pipe, which is open.
@@ -126,13 +127,10 @@ class Routed(Guest):
             return False
         if self._module is not pipe.module and pipe.is_running():
             return False
-        return not any(each._is_inside() for each in _open_of(self._module))
+        pipes = [each._pipe for each in _open_of(self._module)]
+        return not any(pipe is not None and pipe.is_inside() for pipe in pipes)
 
-    def _is_inside(self) -> bool:
-        pipe = self._pipe
-        return pipe is not None and pipe.is_inside()
-
-    def send(self, call: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    def send(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Call the module through its pipe; ``call`` calls it for each micro-batch."""
         run = self._run
         if torch.compiler.is_dynamo_compiling():
@@ -217,15 +215,11 @@ class Routed(Guest):
                 self._module.__dict__["forward"] = self.own
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        own = super().__deepcopy__(memo)
-        return own or _of_class(copy.deepcopy(self._module, memo))
+        copied = copy.deepcopy(self._module, memo)
+        return super().__deepcopy__(memo) or type(copied).forward.__get__(copied)
 
     def __repr__(self) -> str:
         return f"<forward of {type(self._module).__name__}, in a pipe>"
-
-
-def _of_class(module: nn.Module) -> Any:
-    return types.MethodType(type(module).forward, module)
 
 
 def route(model: nn.Module, layers: Iterable[nn.Module], pipe: Runs) -> list[Routed]:
@@ -237,14 +231,6 @@ def pipe_of(model: nn.Module) -> Any:
     """Return the pipe that a model, or one inside it, is in; ``None`` if it is in none."""
     found = (routed for module in model.modules() for routed in reversed(_open_of(module)))
     return next((routed._pipe for routed in found), None)
-
-
-def close_pipes_of(model: nn.Module) -> None:
-    """Close the pipes that were made of this model, but not those that it is a part of."""
-    for routed in _open_of(model):
-        pipe: Any = routed._pipe
-        if pipe is not None and pipe.module is model:
-            pipe.close()
 
 
 def _open_of(module: nn.Module) -> list[Routed]:

@@ -2,10 +2,8 @@
 
 ``nn.Module.__call__`` first looks at the slot ``_compiled_call_impl``, which is meant for
 ``module.compile()``. An object there sees each call, hooks included, and is in no ``state_dict``.
-On all other threads it passes the calls on.
-
-Copies and pickles of a module are the plain module's: its class may copy ``__dict__`` whole, as
-that of ``nn.LSTM`` does, so it is asked for the state of a module that is in no pipe.
+On all other threads it passes the calls on. Copies and pickles are the plain module's: its class,
+which may copy ``__dict__`` whole as that of ``nn.LSTM`` does, is asked for a plain one's state.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ class Route(Protocol):
     def is_outside(self) -> bool:
         """Whether the current call is one of these."""
 
-    def send(self, call: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    def send(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Return what the module returns; ``call`` calls it."""
 
 
@@ -101,18 +99,11 @@ class Calls(Guest):
         call = self.own or plain_call(module)
         route = self.route  # the pipe may be closed meanwhile
         if route is not None and route.is_outside():
-            call = partial(_send, route, call)
+            call = partial(route.send, call)
         interceptor = here.interceptor  # of another pipe, of which the module is a layer
         if interceptor is None:
             return call(*args, **kwargs)
         return interceptor.call(module, call, args, kwargs)
-
-    def __repr__(self) -> str:
-        return f"<Calls of {type(self._module()).__name__}, for {self.users}>"
-
-
-def _send(route: Route, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return route.send(call, args, kwargs)
 
 
 def intercept(modules: Iterable[nn.Module]) -> None:

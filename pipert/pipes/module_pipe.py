@@ -153,24 +153,10 @@ class ModulePipe(Pipelined):
         )
 
     def call_part(
-        self,
-        module: nn.Module,
-        call: Callable[..., Value],
-        args: Any,
-        kwargs: dict[str, Any],
-        why_in_one: str,
-        join_numbers: JoinNumbers,
-    ) -> Value:
-        """Call the model, or a part of it that calls layers, with a mini-batch.
-
-        Args:
-            module: the model, or that part.
-            call: calls it; runs for each micro-batch.
-            args: its arguments, split as in :meth:`forward`.
-            kwargs: likewise.
-            why_in_one: why they are one micro-batch instead, if they are.
-            join_numbers: joins 0-dimensional outputs of several micro-batches.
-        """
+        self, module: nn.Module, call: Callable[..., Value], args: Any, kwargs: dict[str, Any],
+        why_in_one: str, join_numbers: JoinNumbers,
+    ) -> Value:  # fmt: skip
+        """Call the model, or a part of it that calls layers, as ``Runs`` says."""
         refuse_compilation()
         refuse_transforms()
         chunks = 1 if why_in_one else self._chunks

@@ -27,7 +27,7 @@ from pipert.pipes.stepping import Steps
 from pipert.schedules.plan import recomputed_in_each
 from pipert.stage.assembly import Model
 from pipert.status import Statistics
-from pipert.timeline.timeline import Timeline, record
+from pipert.timeline.timeline import Record, Timeline
 from pipert.workers.context import refuse_transforms
 
 __all__: list[str] = []
@@ -152,8 +152,7 @@ class Pipelined(Steps):
         the devices are synchronised once, at its beginning; the calls are not. Each task is kept,
         about a kilobyte with its backward, so record a few steps, not a whole training.
         """
-        runtime = self._runtime
-        return record(runtime.counters, runtime.devices, runtime.workers)
+        return Record(self._runtime.counters, self._runtime.devices, self._runtime.workers)
 
     def statistics(self) -> Statistics:
         """Return counts of what the pipe has done, and what its workers do now. Thread-safe."""

@@ -245,16 +245,13 @@ class Task:
     def _fail(self, error: BaseException) -> Any:
         self._stage.place.note(error, self._action)
         if self._stage.cut is not None and "Specify retain_graph=True" in str(error):
-            error.add_note(_STORED)
+            error.add_note(
+                "perhaps a loss or a layer uses a tensor stored with its graph in another "
+                "partition, micro-batch or call; return it from the layers up to loss_fn, detach "
+                "it, or call the pipe and loss.backward()"
+            )
         self._stage.outcome.fail(self._position, error)
         return NOT_RUN
 
     def __repr__(self) -> str:
         return f"<Task {self._action}>"
-
-
-_STORED = (
-    "perhaps for this reason: the loss or a layer uses a tensor that was stored with its graph in "
-    "another partition, micro-batch or call, while forward_backward goes through each graph once; "
-    "return it from the layers up to loss_fn, or detach it, or call the pipe and loss.backward()"
-)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
@@ -194,16 +194,20 @@ class LiveTimeline(Timeline):
         return frozenset(self._recording.failed)
 
 
-@contextmanager
-def record(
-    counters: Counters,
-    devices: Sequence[torch.device],
-    workers: Sequence[int],
-) -> Iterator[Timeline]:
-    """Record the calls of a pipe that begin inside the block; references only its counters."""
-    recording = Recording(devices)
-    counters.start_recording(recording)
-    try:
-        yield LiveTimeline(recording, devices, workers)
-    finally:
-        counters.stop_recording(recording)
+class Record(AbstractContextManager[Timeline]):
+    """Records the calls of a pipe that begin inside the block; references only its counters."""
+
+    def __init__(
+        self, counters: Counters, devices: Sequence[torch.device], workers: Sequence[int]
+    ) -> None:
+        self._of = counters, devices, workers
+        self._open: list[Recording] = []  # the block may be entered again
+
+    def __enter__(self) -> Timeline:
+        counters, devices, workers = self._of
+        self._open.append(Recording(devices))
+        counters.start_recording(self._open[-1])
+        return LiveTimeline(self._open[-1], devices, workers)
+
+    def __exit__(self, *_: object) -> None:
+        self._of[0].stop_recording(self._open.pop())

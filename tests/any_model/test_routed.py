@@ -201,6 +201,10 @@ def test_a_copy_of_a_model_whose_forward_is_wrapped_and_bound_computes_by_itself
             for weight in copied.parameters():
                 weight.zero_()
         assert not copied(x).any() and runs(pipe) == 0
+        model.forward = types.MethodType(inner, model)
+        loaded = pickle.loads(pickle.dumps(model))
+        torch.testing.assert_close(loaded(x) * 2, expected, rtol=1e-12, atol=0)
+        assert runs(pipe) == 0
 
 
 def test_a_forward_of_the_model_s_own_before_is_there_again_after() -> None:

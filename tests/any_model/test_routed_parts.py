@@ -135,3 +135,30 @@ def test_an_iterator_that_is_collected_in_a_layer_does_not_block_the_pipe(no_gc:
         del outputs, cycle
         go_on.set()
         assert pipe(torch.randn(2, 4)).shape == (2, 4)
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("there", ["cpu", "cuda:0", "cuda:1"])
+def test_a_part_on_two_gpus_called_from_elsewhere_meanwhile_is_an_error_and_no_other_value(
+    there: str,
+) -> None:
+    """It runs plainly, since the thread may be the model's own, and torch refuses two devices."""
+    entered, go_on = threading.Event(), threading.Event()
+
+    def wait(part: nn.Module, x: Tensor) -> Any:
+        entered.set()
+        assert go_on.wait(20)
+        return part(x)
+
+    model, x = Model(wait), torch.randn(4, 8, device=there)
+    expected = copy.deepcopy(model.encoder)(x.cpu())
+    cuts = ["encoder.second", "head"]
+    with ThreadPoolExecutor(1) as threads, torch.no_grad():
+        with pipert.pipeline(model, cuts, devices=["cuda:0", "cuda:1", "cuda:1"]) as pipe:
+            call = threads.submit(pipe, x)
+            assert entered.wait(20)
+            with pytest.raises(RuntimeError, match="on the same device"):
+                model.encoder(x)
+            go_on.set()
+            call.result(20)
+            torch.testing.assert_close(model.encoder(x).cpu(), expected)

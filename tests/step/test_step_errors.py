@@ -235,12 +235,12 @@ class Stores(nn.Linear):
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
 def test_a_stored_loss_whose_graph_a_backward_has_gone_through_is_explained(schedule: str) -> None:
-    layers, x = nn.Sequential(*[Stores(3, 3) for _ in range(4)]), torch.randn(6, 3)
-    with Pipe(layers, [2, 2], devices=["cpu"] * 2, chunks=3) as pipe:
+    layers, x = [Stores(3, 3) for _ in range(4)], torch.randn(6, 3)
+    with Pipe(nn.Sequential(*layers), [2, 2], devices=["cpu"] * 2, chunks=3) as pipe:
         pipe.forward_backward(x, loss_fn=lambda y, _: y.mean())
-        stored = [layer.loss for layer in layers]
+        stored = torch.stack([layer.loss for layer in layers])
         with pytest.raises(RuntimeError) as caught:
             pipe.forward_backward(
-                x, loss_fn=lambda y, _: y.mean() + sum(stored), schedule=schedule
+                x, loss_fn=lambda y, _: y.mean() + stored.sum(), schedule=schedule
             )
     assert "return it from the layers up to loss_fn" in "".join(caught.value.__notes__)
