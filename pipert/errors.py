@@ -141,10 +141,10 @@ class NotBatchFirstWarning(UserWarning):
 
 
 class SharedStateWarning(UserWarning):
-    """A ``forward`` keeps a value on a module across a cut, where the next micro-batch sets it.
+    """A ``forward`` keeps a value on a module across a cut, or leaves one with a graph there.
 
-    Code behind the cut may read another micro-batch's value. The remedy is a local variable, a
-    value that layers return, or a ``ContextVar``. If nothing behind the cut reads it, ignore this::
+    Code behind the cut, or after the call, may read another micro-batch's value. The remedy is a
+    local variable, a value that is returned, or a ``ContextVar``. If nothing reads it, ignore::
 
         warnings.filterwarnings("ignore", category=pipert.SharedStateWarning)
     """
