@@ -319,7 +319,7 @@ _BALANCES = 4
 def _modes(n: int) -> Iterator[tuple[str, ...]]:
     """Yield modes of partitions: all of a few; else those that recompute the first partitions,
     which keep most."""
-    if n <= 4:
+    if n <= 3:
         yield from product(("never", "always"), repeat=n)
     else:
         yield from [("always",) * k + ("never",) * (n - k) for k in range(n + 1)]
