@@ -35,6 +35,7 @@ def minimise_longest_block(
     speeds: Sequence[float],
     entry_costs: Sequence[float] | None = None,
     exit_costs: Sequence[float] | None = None,
+    *,
     fits: Callable[[int, int, int], bool] = lambda j, s, e: True,
 ) -> list[int]:
     """Returns the number of layers in each block of the best split; none if no split fits.

@@ -139,10 +139,10 @@ class _Flows(TorchFunctionMode):
     def __init__(self, begins: Mapping[nn.Module, int]) -> None:
         super().__init__()
         self.is_paused, self._begins, self._block = False, begins, 0
-        self._made = dict[int, tuple[ref[Tensor], Key, int, int]]()
-        """By storage, which may come again: the tensor, a key, the bytes, and the block."""
+        self._made = dict[int, tuple[ref[Tensor], tuple[Key, int, int]]]()
+        """By storage, which may come again: the tensor; and a key, the bytes, and the block."""
         self.used = dict[tuple[Key, int, int], set[int]]()
-        """The blocks, but for those of whose layers it is an argument."""
+        """The later blocks, but for those of whose layers it is an argument."""
         self._given, self._numbers = set[int](), count()
 
     def enter_layer(self, probe: Probe) -> None:
@@ -160,13 +160,13 @@ class _Flows(TorchFunctionMode):
         if not self.is_paused and (made := storages(output)):  # else it looks at a shape
             given = storages([args, kwargs])
             for storage in given.keys() & self._made.keys() - self._given:
-                tensor, *found = self._made[storage]
-                if tensor() is not None and found[2] < self._block:
-                    self.used.setdefault(tuple(found), set()).add(self._block)
+                is_there, flow = self._made[storage]
+                if is_there() is not None and flow[2] < self._block:
+                    self.used.setdefault(flow, set()).add(self._block)
             for tensor in tensors_of(output)[0]:
                 if (storage := storage_of(tensor)) not in given:
                     key = None, str(next(self._numbers))
-                    self._made[storage] = ref(tensor), key, made[storage], self._block
+                    self._made[storage] = ref(tensor), (key, made[storage], self._block)
         return output
 
 
@@ -189,13 +189,9 @@ _ROUNDS = 3
 
 
 def _medians(rounds: Sequence[Sequence[LayerCost]]) -> list[LayerCost]:
+    times = "forward", "backward", "split", "weight"
     return [
-        each[0]._replace(
-            forward=median([cost.forward for cost in each]),
-            backward=median([cost.backward for cost in each]),
-            split=median([cost.split for cost in each]),
-            weight=median([cost.weight for cost in each]),
-        )
+        each[0]._replace(**{name: median([getattr(cost, name) for cost in each]) for name in times})
         for each in zip(*rounds, strict=True)
     ]
 

@@ -83,20 +83,13 @@ class PartitionCost(NamedTuple):
                 )
             )
         return cls(
-            forward=sum(layer.forward for layer in layers),
-            backward=sum(layer.backward for layer in layers),
-            split=sum(layer.split for layer in layers),
-            weight=sum(layer.weight for layer in layers),
-            parameters=sum(layer.parameters for layer in layers),
-            trained=sum(layer.trained for layer in layers),
+            **{name: sum([getattr(layer, name) for layer in layers]) for name in _ADDED},
             largest=max(layer.largest for layer in layers),
-            put_off=sum(layer.put_off for layer in layers),
             given=_given(layers),
             kept=_kept(layers),
             sent=sent,
             unsaved=unsaved,
             saved=saved[-1],
-            later=sum(layer.later for layer in layers),
             stashed={key: size for layer in layers for key, size in layer.stashed.items()},
             popped=frozenset([key for layer in layers for key in layer.popped]),
             forward_peak=forward_peak,
@@ -104,6 +97,9 @@ class PartitionCost(NamedTuple):
             backward_peak=peaks[0],
             split_peak=peaks[1],
         )
+
+
+_ADDED = "forward", "backward", "split", "weight", "parameters", "trained", "put_off", "later"
 
 
 def _kept(layers: Sequence[LayerCost]) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from functools import cache, partial
 from itertools import accumulate, chain, pairwise, product
-from operator import gt, sub
+from operator import gt
 from typing import Any, NamedTuple
 
 import torch
@@ -116,8 +116,7 @@ def plan_for(
     # Several numbers of chunks may make the same micro-batches.
     different = {len(micro_batches(example, m)): m for m in map(check_chunks, tried)}
     sizes = [sum(tensor.nbytes for tensor in tensors_of(x)[0]) for x in (example, target)]
-    is_cut, copy_time = prepare is _of_model, cache(_copy_time)
-    search = _Search(names, where, copy_time, is_cut, limits, param_scale, sizes)
+    search = _Search(names, where, prepare is _of_model, limits, param_scale, sizes)
     found = [each for m in different for each in search.candidates(costs_for(m), m)]
     fit = [each for each in found if not search.excess(each)]
     if not fit:
@@ -130,7 +129,6 @@ _Blocks = dict[str, list[LayerCost]]
 """The costs in each block, by the name of the layer or module with which it begins."""
 _CostsFor = Callable[[int], _Blocks]
 """Returns the costs of blocks for a number of micro-batches."""
-_CopyTime = Callable[[torch.device, torch.device, int], float]
 
 
 def _of_layers(
@@ -226,7 +224,6 @@ class _Search(NamedTuple):
 
     names: list[str]
     where: list[torch.device]
-    copy_time: _CopyTime
     is_cut: bool
     """Whether blocks begin with modules of a model, by whose names they are; else with layers."""
     limits: list[int]
@@ -246,21 +243,22 @@ class _Search(NamedTuple):
         part_of = cache(lambda a, b: PartitionCost.of([*chain(*blocks[a:b])]))
         for placement, schedules in ways:
             n = len(placement)
+            copying = cache(partial(_copy_times, placement, self.where))
+            balanced = partial(self._balanced, [*blocks_of], part_of, m, placement, copying)
             for schedule in schedules if n <= len(blocks) else ():
-
-                balanced = partial(self._balanced, [*blocks_of], part_of, m, placement, schedule)
-                tried = {modes: balanced(modes) for modes in _modes(n)}
+                tried = {modes: balanced(schedule, modes) for modes in _modes(n)}
                 is_full = [*map(gt, tried[("never",) * n].peaks, self.limits)]
                 modes = tuple([("never", "always")[is_full[k]] for k in placement])
-                yield from {modes: tried.get(modes) or balanced(modes), **tried}.values()
+                yield from {modes: tried.get(modes) or balanced(schedule, modes), **tried}.values()
 
     def excess(self, each: Candidate) -> int:
         """Return by how many bytes a device has too little, at most."""
-        return max(0, *map(sub, each.peaks, self.limits))
+        return max(0, *[peak - limit for peak, limit in zip(each.peaks, self.limits, strict=True)])
 
     def _balanced(
         self, names: list[str], part_of: Callable[[int, int], PartitionCost], m: int,
-        placement: list[int], schedule: str, modes: tuple[str, ...],
+        placement: list[int], copying: Callable[..., Callable[[int, int], float]], schedule: str,
+        modes: tuple[str, ...],
     ) -> Candidate:  # fmt: skip
         """Return the way with the fastest balance that fits, or with one that comes close.
 
@@ -300,7 +298,7 @@ class _Search(NamedTuple):
                 m,
                 modes[0] if len(set(modes)) == 1 else modes,
                 schedule,
-                _seconds(made, parts, _copy_times(parts, placement, self.where, self.copy_time)),
+                _seconds(made, parts, copying(tuple([part.given for part in parts]))),
                 tuple(peaks(made, parts, self.scale, *self.sizes)),
             )
             tried[each.balance] = each
@@ -321,7 +319,7 @@ _BALANCES = 4
 def _modes(n: int) -> Iterator[tuple[str, ...]]:
     """Yield modes of partitions: all of a few; else those that recompute the first partitions,
     which keep most."""
-    if n <= 4:
+    if n <= 3:
         yield from product(("never", "always"), repeat=n)
     else:
         yield from [("always",) * k + ("never",) * (n - k) for k in range(n + 1)]
@@ -344,27 +342,22 @@ def _seconds(
 
 
 def _copy_times(
-    parts: Sequence[PartitionCost], placement: Sequence[int], where: Sequence[torch.device],
-    copy_time: _CopyTime,
-) -> Callable[[int, int], float]:  # fmt: skip
+    placement: Sequence[int], where: Sequence[torch.device], sizes: Sequence[int]
+) -> Callable[[int, int], float]:
     """Return the measured times of copies between partitions, forward and backward."""
     times = dict[tuple[int, int], float]()
-    for j in range(len(parts) - 1):
+    for j, size in enumerate(sizes[1:]):
         source, target = where[placement[j]], where[placement[j + 1]]
-        times[j, j + 1] = times[j + 1, j] = copy_time(source, target, parts[j + 1].given)
+        seconds = 0.0
+        if source != target:
+            sent = torch.empty(size, dtype=torch.uint8, device=source)
+            for _ in range(2):  # the first time to warm up
+                now(source)
+                begin = now(target)
+                sent.to(target)
+                seconds = now(target) - begin
+        times[j, j + 1] = times[j + 1, j] = seconds
     return lambda j, to: times[j, to]
-
-
-def _copy_time(source: torch.device, target: torch.device, size: int) -> float:
-    seconds = 0.0
-    if source != target:
-        sent = torch.empty(size, dtype=torch.uint8, device=source)
-        for _ in range(2):  # the first time to warm up
-            now(source)
-            begin = now(target)
-            sent.to(target)
-            seconds = now(target) - begin
-    return seconds
 
 
 def _what_is_missing(

@@ -208,6 +208,16 @@ def test_a_stage_is_cut_between_its_blocks() -> None:
     assert chosen(Stack(plain), 2) == ["layers.1.2"]
 
 
+def test_a_list_of_layers_that_get_the_same_input_is_no_place_to_cut() -> None:
+    class Experts(Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.stack([layer(x) for layer in self.layers]).sum(0)
+
+    blocks = [Experts(takes(1, 1, 1)), Experts(takes(1, 1, 1)), Experts(takes(2, 2, 2))]
+    assert chosen(Stack(blocks), 2) == ["layers.2"]
+    assert chosen(Stack([*takes(1), blocks[2], *takes(1)]), 2)[0] in ("layers.1", "layers.2")
+
+
 def test_lists_inside_elements_are_cut_only_if_an_element_takes_more_than_its_share() -> None:
     experts = [Stack(takes(0.25, 0.25, 0.25, 0.25)) for _ in range(4)]
     assert chosen(Stack(experts), 2) == ["layers.2"]

@@ -194,6 +194,55 @@ def test_peaks_rise_with_the_micro_batches_that_are_kept(schedule: str, kept: in
     assert kept * part.saved <= found - fixed <= (2 * kept + 2) * part.saved
 
 
+@pytest.mark.parametrize("memory", [("14.2MiB", "38.2MiB"), ("38.2MiB", "14.2MiB")])
+def test_another_balance_than_that_of_equal_times_is_found_where_it_fits(
+    memory: tuple[str, str],
+) -> None:
+    """Of eight layers two fit on the small device, each with a gradient and the next one."""
+    module = nn.Sequential(*[nn.Linear(724, 724, bias=False) for _ in range(8)])
+    options: Any = {"loss_fn": square, "devices": CPUS, "chunks": [2]}
+    (best, *_) = plan_for(module, torch.randn(4, 724), memory=memory, **options)
+    assert all(peak <= bytes_of(limit) for peak, limit in zip(best.peaks, memory, strict=True))
+
+
+def test_a_large_embedding_leaves_the_layers_to_the_other_device() -> None:
+    module = nn.Sequential(nn.Embedding(1024, 256), *layers(6, 256))
+    options: Any = {"loss_fn": square, "devices": CPUS, "chunks": [2], "memory": "4.6MiB"}
+    (best, *_) = plan_for(module, torch.randint(1024, (8,)), **options)
+    assert best.balance[0] == 1
+
+
+def test_the_partition_that_is_full_is_recomputed_and_no_other() -> None:
+    wide = [nn.Sequential(*[nn.Linear(16, 16) for _ in range(9)]) for _ in range(2)]
+    module, x = nn.Sequential(*layers(2), *wide), torch.randn(4096, 16)
+    options: Any = {"loss_fn": square, "devices": CPUS, "chunks": [4], "best": 1000}
+    every = plan_for(module, x, memory="1GiB", **options)
+    modes = {each.checkpoint for each in every if each.schedule == "1f1b"}
+    assert modes == {"never", "always", ("always", "never"), ("never", "always")}
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "scale"),
+    [
+        (torch.optim.SGD, 2.0), (torch.optim.AdamW, 4.0), (torch.optim.Adagrad, 3.0),
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), 3.0),
+    ],
+)  # fmt: skip
+def test_the_state_of_an_optimizer_counts(optimizer: Any, scale: float) -> None:
+    module, x = layers(), torch.randn(8, 16)
+    options: Any = {"memory": "1GiB", "devices": ["cpu"], "chunks": [2], "loss_fn": square}
+    one = optimizer(module.parameters())
+    before = str(one.state_dict())
+    trained = sum(parameter.nbytes for parameter in module.parameters())
+    plain = plan_for(module, x, **options)[0].peaks[0]
+    for given in (optimizer, one):
+        found = plan_for(module, x, optimizer=given, **options)[0].peaks[0]
+        assert found - plain == pytest.approx((scale - 2) * trained, rel=0.01)
+    assert str(one.state_dict()) == before
+    with pytest.raises(ValueError, match="give optimizer or param_scale, got both"):
+        plan_for(module, x, optimizer=one, param_scale=3, **options)
+
+
 def test_measuring_leaves_nothing_behind() -> None:
     """A layer that saves its output would keep it alive, if a hook returned it as it is."""
     made = Activations()

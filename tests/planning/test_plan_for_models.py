@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -205,6 +206,119 @@ def test_a_layer_that_changes_its_argument_is_refused() -> None:
     with pytest.raises(RuntimeError, match=why) as raised:
         plan_for(Decoder(), torch.randn(8, 3), memory="1GiB", devices=["cpu", "cpu"])
     assert any("layers.0" in note for note in raised.value.__notes__)
+
+
+class Rows(nn.Module):
+    """A layer whose rows go to one of several experts."""
+
+    def __init__(self, experts: int = 3) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(experts)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = x[:, : len(self.experts)].argmax(1)
+        return x + sum(
+            torch.zeros_like(x).index_add(0, rows, expert(x[rows]))
+            for k, expert in enumerate(self.experts)
+            if len(rows := (chosen == k).nonzero()[:, 0])
+        )
+
+
+class InRows(nn.Module):
+    def __init__(self, blocks: int = 3) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Rows() for _ in range(blocks)])
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        y: Tensor = self.out(x)
+        return y
+
+
+def test_a_block_is_not_cut_at_its_experts() -> None:
+    options: Any = {"memory": "1GiB", "devices": ["cpu", "cpu"], "chunks": [2, 32], "best": 1000}
+    found = plan_for(InRows(), torch.randn(32, WIDTH), loss_fn=square, **options)
+    cuts = {cut for each in found for cut in each.cuts or ()}
+    assert cuts and not any("experts" in cut for cut in cuts)
+
+
+def test_a_block_that_a_micro_batch_does_not_call_is_no_place_to_cut() -> None:
+    """Only large micro-batches have rows for each of these."""
+
+    class Sometimes(Model):
+        def forward(self, tokens: Tensor, **_: Any) -> Tensor:
+            x: Tensor = self.embed(tokens) + self.shift
+            for k, block in enumerate(self.blocks):
+                x = block(x) if k != 1 or len(x) > 8 else x
+            return x
+
+    options: Any = {"memory": "1GiB", "devices": ["cpu", "cpu"], "best": 1000}
+    tokens = torch.randint(7, (32,))
+    found = plan_for(Sometimes(), tokens, chunks=[2, 8], loss_fn=square, **options)
+    assert {each.chunks for each in found} == {2, 8}
+    cuts = {cut for each in found if each.chunks == 8 for cut in each.cuts or ()}
+    assert cuts and "blocks.1" not in cuts
+
+
+def square(y: Tensor, _: object = None) -> Tensor:
+    return y.square().mean()
+
+
+def test_what_a_models_own_code_uses_later_is_in_the_costs_of_both_blocks() -> None:
+    class Skips(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            skip = self.a(x).relu()
+            y = self.b(skip + 1)
+            y = self.c(y * 2)
+            z: Tensor = y + skip[:, :3].sum() + len(skip)
+            return z
+
+    layers = Skips()
+    example = Arguments((torch.randn(8, WIDTH),))
+    named = dict(layers.named_children())
+    found = block_costs(layers, named, [*named], example, CPU, lambda y: y)
+    (a, b, c) = [PartitionCost.of(block) for block in found]
+    assert [*a.stashed.values()] == [(4 * 8 * WIDTH, 0)] and not b.popped
+    assert c.popped == a.stashed.keys()
+    assert b.given == b.sent == 4 * 8 * WIDTH  # what own code makes for the next layer
+
+
+def test_a_cache_that_nobody_asked_for_is_not_made() -> None:
+    """As in a pipe that recomputes. Afterwards the model makes it again."""
+
+    class Cache:
+        keys: Tensor | None = None
+
+    class Layer(nn.Linear):
+        def forward(self, x: Tensor, cache: Any = None) -> Tensor:
+            if cache is not None:
+                cache.keys = x
+            return super().forward(x)
+
+    class Decoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.config = SimpleNamespace(use_cache=True)
+            self.layers = nn.ModuleList([Layer(3, 3) for _ in range(3)])
+
+        def forward(self, x: Tensor, use_cache: bool | None = None) -> Tensor:
+            makes = self.config.use_cache if use_cache is None else use_cache
+            cache = Cache() if makes else None
+            for layer in self.layers:
+                x = layer(x, cache)
+            return x
+
+    model = Decoder()
+    options: Any = {"memory": "1GiB", "devices": ["cpu", "cpu"], "chunks": [2]}
+    assert plan_for(model, torch.randn(8, 3), **options) and model.config.use_cache
+    with pytest.raises(RuntimeError, match="changes its argument, a .*Cache"):
+        plan_for(model, {"x": torch.randn(8, 3), "use_cache": True}, **options)
 
 
 def test_one_device_needs_no_blocks() -> None:
