@@ -156,7 +156,8 @@ class Snapshot:
                 "a parameter of a partition was modified between a forward and its recomputation, "
                 "or is another tensor, as with torch.func.functional_call; call the optimizer "
                 "after the backward, or exempt with pipert.never_recompute a layer that changes it "
-                "in its forward, such as nn.Embedding(max_norm=...), or use checkpoint='never'"
+                "in its forward, such as nn.Embedding(max_norm=...), or parametrizes it for a "
+                "moment, as peft's target_parameters do, or use checkpoint='never'"
             )
 
 
