@@ -236,6 +236,22 @@ def test_a_container_that_would_keep_the_batch_size_of_all_rows_is_refused() -> 
     assert whole.batch_size == (4,) and whole.content["x"] is given.content["x"]
 
 
+class Measured(Sized):
+    """Finds its batch size out when it is rebuilt."""
+
+
+pytree.register_pytree_node(
+    Measured,
+    lambda given: (list(given.content.values()), tuple(given.content)),
+    lambda values, names: Measured(dict(zip(names, values, strict=True)), next(iter(values)).shape[:1]),
+)
+
+
+def test_a_container_that_finds_its_batch_size_out_is_split() -> None:
+    parts: Any = scatter((Measured({"x": rows(4), "y": rows(4)}, torch.Size([4])),), {}, 2)
+    assert [part.batch_size for part in parts] == [(2,), (2,)]
+
+
 def test_an_output_that_would_keep_the_batch_size_of_a_micro_batch_is_refused() -> None:
     with pytest.raises(TypeError, match="a Sized keeps its batch_size"):
         gather([{"y": sized()}, {"y": sized()}], [4, 4])
