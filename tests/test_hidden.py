@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import UserDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -240,10 +240,13 @@ class Measured(Sized):
     """Finds its batch size out when it is rebuilt."""
 
 
+def measured(values: Iterable[Tensor], names: tuple[str, ...]) -> Measured:
+    content = dict(zip(names, values, strict=True))
+    return Measured(content, content["x"].shape[:1])
+
+
 pytree.register_pytree_node(
-    Measured,
-    lambda given: (list(given.content.values()), tuple(given.content)),
-    lambda values, names: Measured(dict(zip(names, values, strict=True)), next(iter(values)).shape[:1]),
+    Measured, lambda given: (list(given.content.values()), tuple(given.content)), measured
 )
 
 
