@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import UserDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -234,6 +234,25 @@ def test_a_container_that_would_keep_the_batch_size_of_all_rows_is_refused() -> 
     given = sized()
     whole: Any = scatter((given,), {}, 1)[0]
     assert whole.batch_size == (4,) and whole.content["x"] is given.content["x"]
+
+
+class Measured(Sized):
+    """Finds its batch size out when it is rebuilt."""
+
+
+def measured(values: Iterable[Tensor], names: tuple[str, ...]) -> Measured:
+    content = dict(zip(names, values, strict=True))
+    return Measured(content, content["x"].shape[:1])
+
+
+pytree.register_pytree_node(
+    Measured, lambda given: (list(given.content.values()), tuple(given.content)), measured
+)
+
+
+def test_a_container_that_finds_its_batch_size_out_is_split() -> None:
+    parts: Any = scatter((Measured({"x": rows(4), "y": rows(4)}, torch.Size([4])),), {}, 2)
+    assert [part.batch_size for part in parts] == [(2,), (2,)]
 
 
 def test_an_output_that_would_keep_the_batch_size_of_a_micro_batch_is_refused() -> None:

@@ -32,11 +32,8 @@ __all__: list[str] = []
 class ParameterCopies:
     """The copies of parameters in one run. Those of a partition are used only while it runs.
 
-    Args:
-        module: the model.
-        is_step: whether the run is a step, so that hooks must see whole gradients.
-        moves: whether tensors may have to move between devices.
-        buffers: the ids of the buffers that layers of several partitions share.
+    In a step hooks must see whole gradients. ``moves`` is whether tensors may have to move between
+    devices; ``buffers`` has the ids of the buffers that layers of several partitions share.
     """
 
     def __init__(
@@ -77,11 +74,7 @@ class ParameterCopies:
         return self._copies[key][1]
 
     def refuse_changes(self, changed: Collection[Tensor]) -> None:
-        """Refuse changes of copies: of those here, or of a ``changed`` tensor's on another device.
-
-        Raises:
-            RuntimeError: the model's parameters or buffers would not get a change.
-        """
+        """Refuse changes of copies: of those here, or of a ``changed`` tensor's elsewhere."""
         is_lost = any([version(copy) != before for _, copy, before in [*self._copies.values()]])
         if changed and not is_lost:
             own = {*map(memory_of, (*self._module.parameters(), *self._module.buffers()))}
@@ -99,14 +92,7 @@ class ParameterCopies:
     ) -> Callable[..., Any]:
         """Return ``call``, made to use the copies of parameters of ``layers``.
 
-        Args:
-            stage: the stage of the current partition.
-            i: the micro-batch.
-            layers: the called layer, and the modules among its arguments.
-            call: calls the layer.
-
-        Raises:
-            ValueError: the layer is compiled, so its parameters cannot be replaced.
+        These are the called layer, which must not be compiled, and the modules in its arguments.
         """
         key = stage.place.j, *layers
         if key not in self._substitutes:

@@ -131,13 +131,6 @@ class Versions:
         """Return whether no tensor has been modified in place since it was added."""
         return list(map(_version, self._tensors)) == self._before
 
-    def changed(self) -> list[Tensor]:
-        """Return the tensors that have been modified since they were added."""
-        if self.are_current():
-            return []
-        now = zip(self._tensors, self._before, strict=True)
-        return [tensor for tensor, before in now if _version(tensor) != before]
-
     def __repr__(self) -> str:
         return f"<Versions of {len(self._tensors)} tensors>"
 

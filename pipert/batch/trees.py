@@ -61,18 +61,18 @@ def is_whole(value: Any) -> bool:
 
 
 def is_whole_in_rows(value: Any) -> bool:
-    """Return :func:`is_whole`, for a value whose rows are split or joined.
-
-    Raises:
-        TypeError: a container keeps its batch size beside its tensors, and would keep a wrong one.
-    """
-    sized = type(value) not in ORDINARY and isinstance(getattr(value, "batch_size", 0), torch.Size)
-    if sized and all([leaf is not value for leaf in pytree.tree_leaves(value)]):
-        raise TypeError(
-            f"a {type(value).__qualname__} keeps its batch_size when its rows are split or joined, "
-            "which would be wrong; use a dict, such as its to_dict() returns, or in a step "
-            "microbatches that are ready"
-        )
+    """Return :func:`is_whole`; refuse a container that keeps its batch size with fewer rows."""
+    if type(value) not in ORDINARY and isinstance(getattr(value, "batch_size", 0), torch.Size):
+        leaves, spec = pytree.tree_flatten(value)
+        rows = [leaf[:0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 0]
+        if len(rows) == len(leaves) and (
+            pytree.tree_unflatten(rows, spec).batch_size == value.batch_size
+        ):
+            raise TypeError(
+                f"a {type(value).__qualname__} keeps its batch_size when its rows are split or "
+                "joined; use a dict, such as its to_dict(), or in a step microbatches= that are "
+                "ready"
+            )
     return is_whole(value)
 
 

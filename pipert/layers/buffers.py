@@ -79,11 +79,7 @@ def _under(locks: Iterable[Any]) -> Iterator[None]:
 
 
 class Buffers:
-    """The buffers of a layer and of the modules inside it.
-
-    Args:
-        modules: these modules, before their first forward in the run.
-    """
+    """The buffers of a layer's ``modules``, before their first forward in the run."""
 
     __slots__ = ("_copies", "_modules", "_versions")
 

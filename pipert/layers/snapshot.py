@@ -90,8 +90,7 @@ class Snapshot:
     def refuse_replaced(self, module: nn.Module) -> None:
         """Refuse to call ``module``, one of those inside, if its parameters were replaced.
 
-        Raises:
-            RuntimeError: they were; its recomputation would use its own parameters.
+        Its recomputation would use its own.
         """
         places = self._places.get(module)
         if places is None:
@@ -133,12 +132,7 @@ class Snapshot:
             )
 
     def refuse_changes(self) -> None:
-        """Refuse to recompute with other or modified parameters, or in another mode.
-
-        Raises:
-            RecomputationError: a layer has another mode.
-            RuntimeError: a parameter was modified, or replaced.
-        """
+        """Refuse to recompute with other or modified parameters, or in another mode."""
         if [*map(operator.call, SETTINGS.values())] != self._settings:
             check_graph.set(self._refuse_other_attention)
         if list(map(_mode, self._layers)) != self._modes:
@@ -156,7 +150,8 @@ class Snapshot:
                 "a parameter of a partition was modified between a forward and its recomputation, "
                 "or is another tensor, as with torch.func.functional_call; call the optimizer "
                 "after the backward, or exempt with pipert.never_recompute a layer that changes it "
-                "in its forward, such as nn.Embedding(max_norm=...), or use checkpoint='never'"
+                "in its forward, such as nn.Embedding(max_norm=...), or parametrizes it for a "
+                "moment, as peft's target_parameters do, or use checkpoint='never'"
             )
 
 

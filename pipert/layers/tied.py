@@ -68,11 +68,7 @@ def borrowed(
 
 
 def check_borrowers(partition: nn.Module, weights: Weights) -> None:
-    """Refuse layers that use ``weights`` but cannot receive copies of them.
-
-    Raises:
-        ValueError: a compiled or scripted layer uses a parameter that lives on another device.
-    """
+    """Refuse compiled and scripted layers that use ``weights``, as they cannot get the copies."""
     _refuse_compiled(
         partition, weights,
         "uses a parameter that lives on another device, so it cannot receive the copy; choose a "
@@ -85,11 +81,8 @@ def hooked(partition: nn.Module, others: Weights, setters: dict[nn.Module, nn.Mo
 
     In a step each micro-batch has a gradient of its own, but the hooks must see the sum, so layers
     compute with a substitute for the parameter. ``setters`` gets the partition of each module whose
-    weight is set before each forward.
-
-    Raises:
-        ValueError: a compiled or scripted layer uses such a parameter, or a module whose weight is
-            set before each forward is in another partition, too.
+    weight is set before each forward, which is refused if it has another one; so are compiled and
+    scripted layers that use such a parameter.
     """
     found: dict[nn.Parameter, None] = {}
     for module in modules_of(partition):

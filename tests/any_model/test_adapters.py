@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from pipert import pipeline
+from pipert import never_recompute, pipeline
 from tests.any_model.family import library
 from tests.any_model.same import assert_same
 from tests.contract.ways import grads_of
@@ -29,6 +29,49 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "PromptEncoder": {"num_virtual_tokens": 3, "encoder_hidden_size": 16},
     "PrefixTuning": {"num_virtual_tokens": 3},
 }
+
+
+class Times(nn.Module):
+    """A layer whose parameter is not that of a Linear, as experts are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4) / 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.weight).tanh()
+
+
+@pytest.mark.parametrize("schedule", [None, "1f1b"])
+def test_lora_on_parameters_is_refused_where_it_is_recomputed_and_right_where_it_is_exempt(
+    schedule: str | None,
+) -> None:
+    peft = library("peft")
+    torch.manual_seed(1)
+    options = {"target_modules": [], "target_parameters": ["0.weight", "1.weight"]}
+    layers = nn.Sequential(Times(), Times(), nn.Linear(4, 4))
+    plain: Any = drawn(peft.get_peft_model(layers, peft.LoraConfig(r=2, **options))).double()
+    model = copy.deepcopy(plain)
+    x = torch.randn(4, 4, dtype=torch.float64)
+    plain(x).sum().backward()
+
+    def go_back() -> None:
+        if schedule is None:
+            pipe(x).sum().backward()
+        else:
+            pipe.forward_backward(
+                x, loss_fn=lambda y, _: y.sum(), reduction="sum", schedule=schedule
+            )
+
+    cuts, cpus = ["base_model.model.1"], ["cpu", "cpu"]
+    with pipeline(model, cuts, devices=cpus, chunks=2, checkpoint="always") as pipe:
+        with pytest.raises(RuntimeError, match="never_recompute .*peft's target_parameters"):
+            go_back()
+        pipe.zero_grad()
+        for k in "01":
+            never_recompute(model.get_submodule(f"base_model.model.{k}"))
+        go_back()
+    assert_same(grads_of(model), grads_of(plain))
 
 
 @pytest.fixture(autouse=True)

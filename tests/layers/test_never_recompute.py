@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from pipert import (
     Pipe,
@@ -45,6 +46,37 @@ class Count(nn.Module):
     def forward(self, x: Tensor) -> Any:
         self.calls.append((is_checkpointing(), is_recomputing()))
         return x.sin()
+
+
+class Parametrizing(nn.Module):
+    """Parametrizes its parameter while it computes, which changes its version and no value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Any:
+        parametrize.register_parametrization(self, "weight", nn.Tanh())
+        y = x * self.weight
+        parametrize.remove_parametrizations(self, "weight", leave_parametrized=False)
+        return y
+
+
+@kinds
+def test_a_layer_that_parametrizes_for_a_moment_is_refused_or_exempt(kind: str) -> None:
+    module = nn.Sequential(linear(3, 4), Parametrizing())
+    plain = copy.deepcopy(module)
+    x = batch(M)
+    mean(plain(x), None).backward()
+    options: Any = {"devices": ["cpu", "cpu"], "chunks": 2, "checkpoint": "always"}
+    with Pipe(module, [1, 1], **options) if kind == "Pipe" else pipeline(
+        module, ["1"], **options
+    ) as pipe:
+        with pytest.raises(RuntimeError, match="never_recompute .*parametrizes it for a moment"):
+            pipe.forward_backward(x, loss_fn=mean)
+        never_recompute(module[1])
+        pipe.forward_backward(x, loss_fn=mean)
+    same(grads_of(module), grads_of(plain))
 
 
 class Codebook(nn.Module):
