@@ -10,10 +10,6 @@ or if the simulated GPUs report anything. It is printed as one line that can be 
 
     python -m tests.fuzz --case 'Case(seed=5, units=("linear", "tanh"), ...)'
 
-What was drawn later has a name in ``case.DRAWN``, and may be switched on by it::
-
-    python -m tests.fuzz --minutes 60 --draw copies --draw containers
-
 Cases are plain data, drawn from ``random.Random``, with a shrinker of forty lines. They are not
 strategies of hypothesis, for three reasons:
 

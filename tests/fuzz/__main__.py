@@ -13,7 +13,7 @@ import sys
 import time
 from collections import Counter
 
-from tests.fuzz.case import CHANCES, DRAWN, Case, Step, draw
+from tests.fuzz.case import Case, Step, draw
 
 BLOCK = 100
 
@@ -26,12 +26,7 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="the number of the first case")
     parser.add_argument("--cases", type=int, help="run this many cases, in this process")
     parser.add_argument("--case", help="run this case, as it was printed, with stacks")
-    parser.add_argument(
-        "--draw", action="append", default=[], choices=list(CHANCES),
-        help="draw this as well, beside what case.DRAWN names",
-    )  # fmt: skip
     args = parser.parse_args()
-    DRAWN.update(args.draw)
     if args.case is not None:
         return run_one(eval(args.case, {"Case": Case, "Step": Step}))
     if args.cases is not None:
@@ -44,13 +39,11 @@ def run_blocks(seed: int, first: int, minutes: float) -> int:
     start = time.monotonic()
     counts: Counter[str] = Counter()
     number, failures = first, 0
-    draws = [f"--draw={name}" for name in sorted(DRAWN)]
     while time.monotonic() < start + 60 * minutes:
         command = ["--seed", str(seed), "--first", str(number), "--cases", str(BLOCK)]
         done = subprocess.run(
-            [sys.executable, "-m", "tests.fuzz", *command, *draws],
-            stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
+            [sys.executable, "-m", "tests.fuzz", *command], stdout=subprocess.PIPE, text=True
+        )
         lines = done.stdout.splitlines()
         if done.returncode not in (0, 1) or not lines:
             failures += 1

@@ -1,7 +1,6 @@
 """Does what a user does beside his steps: copies the model, has containers filled, gives labels.
 
-An aside is drawn if its name is in ``case.DRAWN``, or is given to ``python -m tests.fuzz --draw``.
-It comes after the steps of a case, and has the same results for a pipe and for the plain module.
+Asides come after the steps of a case, and have the same results for a pipe and the plain module.
 """
 
 from __future__ import annotations

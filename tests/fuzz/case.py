@@ -22,8 +22,6 @@ UNITS = {  # groups of layers, and their weights; see layers.py
 CHANCES = {"functions": 0.3, "copies": 0.3, "containers": 0.1, "labels": 0.02}
 """What may be drawn besides: ``"functions"`` puts weights, which may be tied, into functions of a
 user's own; the others are names of ``asides.ASIDES``."""
-DRAWN = {"functions", "labels"}
-"""Which of them are drawn. Add a name to switch its drawing on."""
 DEVICES = ["cuda:0", "cuda:1", "cuda:2", "cuda:3", "cpu"]
 
 
@@ -103,7 +101,7 @@ def draw(seed: int, number: int) -> Case:
     n = dice.randint(1, 4)
     devices = tuple(dice.choice(DEVICES[: dice.choice([2, 4, 5])]) for _ in range(n))
     more = Random(f"{seed}-{number}-more")  # which leaves the other numbers as they were
-    asides = [name for name, chance in CHANCES.items() if more.random() < chance and name in DRAWN]
+    asides = [name for name, chance in CHANCES.items() if more.random() < chance]
     for name, unit in (("functions", "function"), ("copies", "own state")):
         if name in asides:
             k = more.randint(0, len(units))
