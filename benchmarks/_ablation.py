@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from pipert import Pipe
+from pipert.autograd import order
 from pipert.autograd.streams import CopyStreams, compute_stream
 from pipert.skip.namespace import Key
 from pipert.skip.routes import PartitionSkips, routes
@@ -85,7 +86,7 @@ def _no_join(token: Tensor, *xs: Tensor) -> Sequence[Tensor]:
     raise AssertionError("there is a token to join, although nothing forked one")
 
 
-_NO_ORDER = SimpleNamespace(fork=_no_fork, join=_no_join)
+_NO_ORDER = SimpleNamespace(fork=_no_fork, join=_no_join, begin_numbers=order.begin_numbers)
 
 
 class ComputeStreams(CopyStreams):

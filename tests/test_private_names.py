@@ -170,7 +170,7 @@ PUBLIC = {
     "torch.distributed.fsdp", "torch.distributed.pipelining",
     "torch.distributed.pipelining.schedules", "torch.distributed.tensor", "torch.nn",
     "torch.nn.functional", "torch.nn.modules.lazy", "torch.nn.utils", "torch.nn.utils.rnn",
-    "torch.overrides", "torch.utils", "torch.utils.checkpoint",
+    "torch.optim", "torch.overrides", "torch.utils", "torch.utils.checkpoint",
 }  # fmt: skip
 """The documented modules of torch, whose names may be imported anywhere."""
 

@@ -183,6 +183,8 @@ class Effects:
         with WithoutFunctions(), WithoutDispatch(), torch.inference_mode(), ExitStack() as stack:
             for device, event in self._last.items():
                 stream: Any = self._streams and self._streams.get(device, -1)
+                # If memory runs out here, that of the samples is used again at once.
+                stack.callback(torch.cuda.current_stream(device).wait_stream, stream)
                 stack.enter_context(torch.cuda.stream(stream))
                 stream.wait_event(event)
             flags = [(group, _differ(group)) for group in groups.values()]  # on all devices

@@ -63,7 +63,7 @@ def test_what_is_no_loss_is_refused(returned: Any, message: str) -> None:
         ({"target": [1, 2, 3, 4]}, TypeError, "takes no loss_fn and no target"),
         ({"step": 3}, TypeError, "step must be a function"),
         ({"microbatches": []}, ValueError, "at least one entry"),
-        ({"step": lambda b: torch.ones(())}, RuntimeError, "require"),
+        ({"step": lambda b: torch.ones(())}, RuntimeError, "called no layer"),
     ],
 )
 def test_what_a_step_cannot_begin_with_is_refused(given: Any, error: Any, message: str) -> None:

@@ -6,6 +6,7 @@ Asides come after the steps of a case, and have the same results for a pipe and 
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -71,7 +72,7 @@ def containers(case: Case, module: nn.Sequential, found: Found, piped: bool) -> 
     try:
         if piped:
             with pipeline(model, ["second"], devices=_two(case), chunks=chunks), torch.no_grad():
-                y = model(x, seen, named)
+                y = model(x.to(_two(case)[0]), seen, named)
         elif chunks > 1:
             raise RuntimeError("several micro-batches would fill one container")
         else:
@@ -107,7 +108,9 @@ def labels(case: Case, module: nn.Sequential, found: Found, piped: bool) -> None
             model, ["transformer.h.1"], devices=_two(case), chunks=step.chunks,
             checkpoint=step.checkpoint,
         ):  # fmt: skip
-            loss = model(**given).loss
+            with warnings.catch_warnings():  # its loss is none that is known, so it is not split
+                warnings.filterwarnings("ignore", ".*labels runs in one micro-batch", UserWarning)
+                loss = model(**given).loss
             loss.backward()
     else:
         loss = model(**given).loss

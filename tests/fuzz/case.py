@@ -102,6 +102,8 @@ def draw(seed: int, number: int) -> Case:
     devices = tuple(dice.choice(DEVICES[: dice.choice([2, 4, 5])]) for _ in range(n))
     more = Random(f"{seed}-{number}-more")  # which leaves the other numbers as they were
     asides = [name for name, chance in CHANCES.items() if more.random() < chance]
+    if "pipe" in units and "copies" in asides:  # whose copy cannot be moved to the CPU
+        asides.remove("copies")
     for name, unit in (("functions", "function"), ("copies", "own state")):
         if name in asides:
             k = more.randint(0, len(units))

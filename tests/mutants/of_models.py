@@ -140,7 +140,7 @@ OF_MEASURES = [
     Mutant(
         "search-ends-early", "pipert/balance/blocks.py",
         "the search for a balance ends before it has found the best one",
-        "least > found[0]:", "least > 0:",
+        "least > found[0] or", "least > 0 or",
         ("tests/balance/test_by_cost.py",),
     ),
     Mutant(

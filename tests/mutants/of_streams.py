@@ -165,6 +165,10 @@ MUTANTS = [
         "stack.enter_context(torch.cuda.stream(stream))", "pass",
     ),
     Mutant(
+        "samples-freed-early", EFFECTS, "the wait for a comparison that ends in an error",
+        "stack.callback(torch.cuda.current_stream(device).wait_stream, stream)", "pass",
+    ),
+    Mutant(
         "recomputed-on-default", EFFECTS, "the stream of a recomputation: the default one instead",
         "torch.cuda.current_stream(device).record_event()",
         "torch.cuda.default_stream(device).record_event()",

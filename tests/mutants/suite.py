@@ -41,7 +41,9 @@ FIRST = {
     ),
     "pipert/balance/": ("tests/balance/test_probe.py", "tests/balance/test_by_time.py"),
     "pipert/model/calls.py": ("tests/model/test_calls.py",),
-    "pipert/layers/effects.py": ("tests/step/test_in_virtual_time.py",),
+    "pipert/layers/effects.py": (
+        "tests/step/test_in_virtual_time.py", "tests/devices/test_out_of_memory.py",
+    ),
     "pipert/layers/random_numbers.py": ("tests/cuda/test_random_on_cuda.py",),
     "pipert/layers/default_generators.py": ("tests/cuda/test_random_on_cuda.py",),
     "pipert/layers/cpu_draws.py": ("tests/cuda/test_random_on_cuda.py",),
