@@ -18,6 +18,7 @@ import dataclasses
 from collections.abc import Hashable, Iterator
 from itertools import groupby
 from typing import Any
+from zlib import crc32
 
 import pytest
 
@@ -42,8 +43,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for _, cases in groupby(tests, key=_name):
         _mark_redundant(list(cases))
     swept = [item for item in items if item.get_closest_marker("sweep")]
-    chosen = set(swept[:: config.option.every] if config.option.sweep else ())
-    left_out = [item for item in swept if item not in chosen]
+    every = config.option.every if config.option.sweep else 0
+    left_out = [item for item in swept if not every or crc32(item.nodeid.encode()) % every]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         config.stash[_LEFT_OUT] = len(left_out)

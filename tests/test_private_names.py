@@ -117,6 +117,7 @@ def test_a_pipe_without_any_other_name_is_right(part: int) -> None:
 
 
 STAYS = {
+    "torch._C:_FunctionBase._input_metadata",
     "torch._C:_FunctionBase._set_sequence_nr",
     "torch.autograd:Variable._execution_engine.queue_callback",
     "torch.utils._pytree:SUPPORTED_NODES",

@@ -16,5 +16,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         for family, name in _KEPT.items():
             if family in item.name:
-                warning = f"ignore:forward sets '[a-z0-9_.]*{name}':pipert.SharedStateWarning"
+                message = f"forward (sets|leaves) '[a-z0-9_.]*{name}'"
+                warning = f"ignore:{message}:pipert.SharedStateWarning"
                 item.add_marker(pytest.mark.filterwarnings(warning))

@@ -79,6 +79,8 @@ class Case(NamedTuple):
             return False
         if self.phase == "before" and self.i > 0:
             return False
+        if self.phase == "scatter" and self.m == 1:  # the caller's own containers go in
+            return False
         where = {
             "scatter": 0,
             "stash": 0,

@@ -233,6 +233,7 @@ class Stores(nn.Linear):
         return y
 
 
+@pytest.mark.layered  # any model names what it has kept
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
 def test_a_stored_loss_whose_graph_a_backward_has_gone_through_is_explained(schedule: str) -> None:
     layers, x = [Stores(3, 3) for _ in range(4)], torch.randn(6, 3)
