@@ -190,18 +190,23 @@ def _names(devices: Iterable[Device] | None) -> list[str]:
 
 def _scale_of(optimizer: Optimizer | Callable[..., Optimizer] | None) -> float:
     """Return the memory of a parameter, its gradient and its state, relative to the parameter's."""
+    if optimizer is None:
+        return 2.0
     parameter = nn.Parameter(torch.zeros(64, 64))
     parameter.grad = torch.zeros_like(parameter)
-    if isinstance(optimizer, Optimizer):  # not a step of its own
+    if not isinstance(optimizer, Optimizer):
+        one = optimizer([parameter])
+        one.step()
+    elif optimizer.state:
+        one = optimizer
+    else:  # not a step of its own
         one = copy(optimizer)
         one.state, one.param_groups = defaultdict(dict), []
         one.add_param_group({**optimizer.param_groups[0], "params": [parameter]})
-    elif optimizer is None:
-        return 2.0
-    else:
-        one = optimizer([parameter])
-    one.step()
-    return 2 + sum(storages([*one.state[parameter].values()]).values()) / parameter.nbytes
+        one.step()
+    state = [value for values in one.state.values() for value in values.values()]
+    of_parameters = sum([each.nbytes for each in one.state]) or 1
+    return 2 + sum(storages(state).values()) / of_parameters
 
 
 class _Loss(nn.Module):
