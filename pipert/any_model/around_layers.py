@@ -60,7 +60,7 @@ class ModelRun:
     graphs: dict[int, MicroBatchGraph] = field(default_factory=dict)
     """The graph of each micro-batch in a step."""
     checkpointed: dict[tuple[int, int], CheckpointedCalls] = field(default_factory=dict)
-    """By micro-batch and partition, those of a step, until they are recomputed."""
+    """By micro-batch and partition, those of a step, until they go backward."""
     called_in: dict[nn.Module, int] = field(default_factory=dict)
     """The partition that each layer was first called in."""
     copies_tensors: bool = field(init=False)
@@ -188,8 +188,7 @@ class AroundLayers:
         if self._i < stage.recomputed:
             stage.layers.take_snapshot()
             hooks = shared.run.context.saved_tensor_hooks
-            keeps_graph = stage.cut is not None and stage.cut.puts_off
-            self._checkpointed = CheckpointedCalls(stage.layers, self._i, hooks, keeps_graph)
+            self._checkpointed = CheckpointedCalls(stage.layers, self._i, hooks)
             if self._graph is not None:
                 shared.checkpointed[self._i, place.j] = self._checkpointed
         if self._graph is not None:

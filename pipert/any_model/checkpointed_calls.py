@@ -56,18 +56,18 @@ class CheckpointedCalls:
         layers: the layers of the partition.
         i: the micro-batch.
         hooks: the caller's saved-tensor hooks.
-        keeps_graph: as in :class:`.Checkpoint`.
     """
 
     __slots__ = (
-        "__weakref__", "_calls", "_hooks", "_i", "_keeps_graph", "_layers", "_outputs",
+        "__weakref__", "_calls", "_hooks", "_i", "_layers", "_outputs", "differentiate",
     )  # fmt: skip
 
-    def __init__(self, layers: Layers, i: int, hooks: Hooks, keeps_graph: bool) -> None:
+    def __init__(self, layers: Layers, i: int, hooks: Hooks) -> None:
+        self.differentiate: Callable[..., Sequence[Tensor | None]] | None = None
+        """Differentiates the graphs of ``R``, in ``B[i,j]`` of a step."""
         self._layers = layers
         self._i = i
         self._hooks = hooks
-        self._keeps_graph = keeps_graph
         self._calls: list[tuple[CheckpointedCall, weakref.ref[Checkpoint]]] = []
         self._outputs: dict[int, _CallOutput] | None = {}
 
@@ -89,7 +89,7 @@ class CheckpointedCalls:
         assert outputs is not None
         note = partial(self._layers.note_of_call, self._i, layer)
         call = CheckpointedCall(compute, around, note, outputs, self._hooks)
-        checkpoint = Checkpoint(call, self, self._keeps_graph)
+        checkpoint = Checkpoint(call, self)
         given = Arguments(args, kwargs) if kwargs else args  # a plain tuple is flattened faster
         objects = objects_in((*args, *kwargs.values()))
         returned: list[Value] = []
@@ -238,7 +238,7 @@ class CheckpointedCall(Recomputation):
             add_note(error, partial(self._note, *_arguments(value)))
             raise
         if self.is_used:
-            self.outputs = tuple([tensor.detach() for tensor in tensors_of(y)[0]])
+            self.outputs = tensors_of(y)[0]
         check(y)
 
     def _autocast_of_call(self) -> AbstractContextManager[object]:
@@ -268,18 +268,19 @@ class CheckpointedCall(Recomputation):
             self._watched.append((tensor, now, _hooks_of(tensor)))
         return list(tensors)
 
-    def _kept(self) -> list[Tensor]:
+    def _kept(self, goes_on: bool) -> list[Tensor]:
         stored = zip(self._tensors, self._versions, strict=True)
         kept = []
-        for origin in self._origins:
+        for k, origin in enumerate(self._origins):
             if origin is None:
                 tensor, before = next(stored)
                 refuse_changed(tensor, before)
+                kept.append(tensor.detach())
             else:
-                call, k = origin
+                call, output = origin
                 assert call.outputs is not None
-                tensor = call.outputs[k]
-            kept.append(tensor.detach())
+                tensor = call.outputs[output].detach()
+                kept.append(tensor.requires_grad_(goes_on and k in self._wanting))
         return kept
 
     def _given(self, tensors: Sequence[Tensor]) -> Tensors:

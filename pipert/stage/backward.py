@@ -106,6 +106,28 @@ def differentiate_graph(
 _node: Callable[[Any], Any] = attrgetter("node")
 
 
+def differentiate_recomputed(
+    cut: StepBoundary, i: int, ys: Sequence[Any], wanted: Sequence[Any], dys: Sequence[Tensor]
+) -> Gradients:
+    """Return the gradients of what a recomputed call of a layer began with, inside of ``B[i,j]``.
+
+    Those that ``W[i,j]`` will compute are left out.
+    """
+    if not cut.puts_off:
+        return differentiate(ys, wanted, dys)
+    ends = list(map(_node, ys))
+    begins = {one.node for one in wanted if not isinstance(one, Tensor)}
+    behind = leaves_behind(ends, stop=begins)
+    put_off = PutOff(behind._replace(nodes=behind.nodes - begins), ends)
+    rest = {id(leaf) for leaf in put_off.leaves}
+    now = [one for one in wanted if not isinstance(one, Tensor) or id(one) in rest]
+    run = lambda wanted, ys, dys: differentiate(ys, wanted, dys)  # noqa: E731
+    found, later = put_off.differentiate(run, now, ys, dys)
+    cut.later.setdefault(i, []).extend(later)
+    gradients = dict(zip(map(id, now), found, strict=True))
+    return [gradients.get(id(one)) for one in wanted]
+
+
 def gradients_of(
     stage: Stage,
     behind: Behind,
@@ -134,7 +156,7 @@ def gradients_of(
         raise
 
 
-_ENGINELESS = ("_EnterBackward", "CompiledFunctionBackward")
+_ENGINELESS = ("_EnterBackward", "_CheckpointBackward", "CompiledFunctionBackward")
 """Functions written in Python whose backward is known to call no engine."""
 
 
