@@ -59,12 +59,10 @@ class CheckpointedCalls:
     """
 
     __slots__ = (
-        "__weakref__", "_calls", "_hooks", "_i", "_layers", "_outputs", "differentiate",
+        "__weakref__", "_calls", "_hooks", "_i", "_layers", "_outputs",
     )  # fmt: skip
 
     def __init__(self, layers: Layers, i: int, hooks: Hooks) -> None:
-        self.differentiate: Callable[..., Sequence[Tensor | None]] | None = None
-        """Differentiates the graphs of ``R``, in ``B[i,j]`` of a step."""
         self._layers = layers
         self._i = i
         self._hooks = hooks
@@ -121,6 +119,12 @@ class CheckpointedCalls:
     def recompute(self, on_worker: bool) -> None:
         """Recompute all calls: ``R[i,j]``."""
         self._recompute(self._refill, on_worker)
+
+    def begin_backward(self, differentiate: Callable[..., Any]) -> None:
+        """Let ``B[i,j]`` of a step differentiate the graphs of ``R[i,j]`` by this function."""
+        for _, weak in self._calls:
+            if (checkpoint := weak()) is not None:
+                checkpoint.in_step = differentiate
 
     def one(self, recomputation: Recomputation, compute: Callable[[], T]) -> T:
         """Recompute one call by ``compute``, after the earlier calls whose outputs are used."""

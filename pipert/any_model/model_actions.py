@@ -75,7 +75,7 @@ class ModelActions:
         if graph is None or part is None or cut is None:
             return ()
         if calls is not None:
-            calls.differentiate = partial(differentiate_recomputed, cut, i)
+            calls.begin_backward(partial(differentiate_recomputed, cut, i))
         notifier, action = stage.run.notifier, Action(BACKWARD, i, j)
         recorded = notifier.recorder is not None
         with notifier.recorded(action, stage.place.device) if recorded else NOTHING:

@@ -55,9 +55,6 @@ T = TypeVar("T")
 class Whole(Protocol):
     """A group of checkpoints that are recomputed together, in one ``R[i,j]``."""
 
-    differentiate: Callable[..., Sequence[Tensor | None]] | None
-    """Differentiates their graphs in ``B[i,j]`` of a step, which asks for all gradients."""
-
     def recompute(self, on_worker: bool) -> None:
         """Refill all checkpoints of the group."""
 
@@ -77,7 +74,7 @@ class Checkpoint:
 
     __slots__ = (
         "__weakref__", "_graph", "_is_pair", "_recomputation", "_recording", "_saved", "_whole",
-        "_xs",
+        "_xs", "in_step",
     )  # fmt: skip
 
     def __init__(self, recomputation: Recomputation, whole: Whole | None = None) -> None:
@@ -87,6 +84,8 @@ class Checkpoint:
         self._saved: dict[int, tuple[Any, int]] = {}  # R's, if F's graph was kept
         self._xs: Tensors = ()
         self._is_pair = self._recording = False
+        self.in_step: Callable[..., Sequence[Tensor | None]] | None = None
+        """Differentiates the graph in ``B[i,j]`` of a step, which asks for all gradients."""
 
     def record(self, compute: Callable[[Value], Value], value: Value) -> Value:
         """Run ``compute(value)``, and replace its graph by one node if possible (rules 1 and 4)."""
@@ -136,13 +135,12 @@ class Checkpoint:
         ys, given = zip(*pairs, strict=True)
         # A leaf frozen since the forward gets no gradient, as without checkpointing.
         needed = [True] * len(graph.xs) + [leaf.requires_grad for leaf in ctx.leaves]
-        in_step = None if self._whole is None else self._whole.differentiate
-        if in_step is None:
+        if self.in_step is None:
             asked_for = [_is_needed(node) for node, _ in ctx.next_functions]
             needed = [a and b for a, b in zip(needed, asked_for, strict=True)]
         wanted: list[Any] = [*compress((*graph.xs, *ctx.leaves), needed)]
-        if in_step is not None and not create_graph:
-            found = in_step(ys, wanted, given)
+        if self.in_step is not None and not create_graph:
+            found = self.in_step(ys, wanted, given)
         else:
             found = _differentiate_partially(ctx.leaves, ys, wanted, given, create_graph)
         gate.is_open = True

@@ -40,7 +40,7 @@ def gather(
         return [cut.step.loss.gradient_of(i, kept.loss)]
     gathered = cut.bring_gradients(i, dy, stage.place.j + 1)
     if not gathered:
-        gathered = [None] * (len(kept.graphs[0].ys) - sum(kept.leaving))
+        gathered = [None] * (len(kept.graph.ys) - sum(kept.leaving))
     for (key, k), count in zip(stage.leaving, kept.leaving, strict=True):
         skip_gradients = stage.run.skips.receive_back(key, i, k) or [None] * count
         gathered += cut.bring_gradients(i, skip_gradients, k)
@@ -64,12 +64,12 @@ def differentiate_stage(
 def _differentiate(
     stage: Stage, cut: StepBoundary, i: int, kept: Kept, dys: Gradients
 ) -> Gradients:
-    for graph in kept.graphs:  # that of the loss first
-        dys, leaves, gradients = differentiate_graph(stage, cut, i, graph, dys)
-        if graph is kept.graphs[-1]:
-            cut.copies.let_others_copy(i)  # before the sums: the copy needs none of them
-        cut.gradients.add(leaves, gradients)
-    return dys
+    if kept.checkpoint is not None:
+        kept.checkpoint.in_step = partial(differentiate_recomputed, cut, i)
+    dxs, leaves, gradients = differentiate_graph(stage, cut, i, kept.graph, dys)
+    cut.copies.let_others_copy(i)  # before the sums: the copy needs none of them
+    cut.gradients.add(leaves, gradients)
+    return dxs
 
 
 def differentiate_graph(
