@@ -70,14 +70,14 @@ class CheckpointedCalls:
         self._outputs: dict[int, _CallOutput] | None = {}
 
     def call(
-        self, layer: str, compute: Compute, around: Around, args: Any, kwargs: dict[str, Any]
+        self, layer: str, compute: Compute, drawing: Around, args: Any, kwargs: dict[str, Any]
     ) -> Value:
         """Call a layer, and record it.
 
         Args:
             layer: the layer's name in errors.
             compute: calls the layer.
-            around: returns the context manager of each call; ``None`` for none.
+            drawing: makes the block in which the recomputation draws; ``None`` if no layer draws.
             args, kwargs: the layer's arguments.
 
         Raises:
@@ -86,7 +86,7 @@ class CheckpointedCalls:
         outputs = self._outputs
         assert outputs is not None
         note = partial(self._layers.note_of_call, self._i, layer)
-        call = CheckpointedCall(compute, around, note, outputs, self._hooks)
+        call = CheckpointedCall(compute, drawing, note, outputs, self._hooks)
         checkpoint = Checkpoint(call, self)
         given = Arguments(args, kwargs) if kwargs else args  # a plain tuple is flattened faster
         objects = objects_in((*args, *kwargs.values()))
@@ -94,7 +94,7 @@ class CheckpointedCalls:
 
         def first_time(_: Value) -> Value:
             # With the caller's own lists and dicts, since the layer may add to them.
-            returned.append(call.call_layer(given))
+            returned.append(compute(*args, **kwargs))
             return returned[0]
 
         with checkpointing():
@@ -175,28 +175,28 @@ class CheckpointedCall(Recomputation):
 
     Args:
         compute: calls the layer.
-        around: returns the context manager of each call; ``None`` for none.
+        drawing: makes the block in which the recomputation draws; ``None`` if no layer draws.
         note: describes the layer and its arguments, for errors.
         earlier: the outputs of earlier calls, by id.
         hooks: as in :class:`Recomputation`.
     """
 
     __slots__ = (
-        "_around", "_autocast", "_compute", "_earlier", "_note", "_origins", "_retaining",
+        "_autocast", "_compute", "_drawing", "_earlier", "_note", "_origins", "_retaining",
         "_watched", "has_callers_tensors", "is_used", "outputs",
     )  # fmt: skip
 
     def __init__(
         self,
         compute: Compute,
-        around: Around,
+        drawing: Around,
         note: Callable[[Any, dict[str, Any]], str],
         earlier: dict[int, _CallOutput],
         hooks: Hooks,
     ) -> None:
         super().__init__(None, hooks)
         self._compute = compute
-        self._around = around
+        self._drawing = drawing
         self._note = note
         self._earlier = earlier
         self._autocast: Autocast = get_autocast()
@@ -207,12 +207,6 @@ class CheckpointedCall(Recomputation):
         """The outputs of the current repetition."""
         self.is_used = False
         """Whether a later call takes an output as an argument."""
-
-    def call_layer(self, value: Value) -> Value:
-        """Call the layer, with ``value`` as its arguments."""
-        args, kwargs = _arguments(value)
-        with NOTHING if self._around is None else self._around():
-            return self._compute(*args, **kwargs)
 
     def refuse_changes(self) -> None:
         """Refuse a layer that has changed an argument in place, or put a hook on it."""
@@ -234,12 +228,12 @@ class CheckpointedCall(Recomputation):
     def _replay(
         self, get_value: Callable[[], Value], check: Callable[[Value], None], on_worker: bool
     ) -> None:
-        value = get_value()
+        args, kwargs = _arguments(get_value())
         try:
-            with self._autocast_of_call():
-                y = self.call_layer(value)
+            with self._autocast_of_call(), NOTHING if self._drawing is None else self._drawing():
+                y = self._compute(*args, **kwargs)
         except BaseException as error:
-            add_note(error, partial(self._note, *_arguments(value)))
+            add_note(error, partial(self._note, args, kwargs))
             raise
         if self.is_used:
             self.outputs = tensors_of(y)[0]
