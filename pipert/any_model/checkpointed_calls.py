@@ -182,8 +182,8 @@ class CheckpointedCall(Recomputation):
     """
 
     __slots__ = (
-        "_autocast", "_compute", "_drawing", "_earlier", "_note", "_origins", "_retaining",
-        "_watched", "has_callers_tensors", "is_used", "outputs",
+        "_autocast", "_compute", "_drawing", "_earlier", "_note", "_origins", "_watched", "is_used",
+        "outputs",
     )  # fmt: skip
 
     def __init__(
