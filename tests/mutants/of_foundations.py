@@ -11,7 +11,7 @@ LOCK = "pipert/queues/process_lock.py"
 POOL = "pipert/workers/pool.py"
 CHECKPOINT, ORDER = "pipert/autograd/checkpoint.py", "pipert/autograd/order.py"
 BATCH = "pipert/batch/microbatch.py"
-JOINING, HIDDEN = "pipert/batch/joining.py", "pipert/batch/hidden.py"
+JOINING, TREES = "pipert/batch/joining.py", "pipert/batch/trees.py"
 STAGE = "pipert/stage/stage.py"
 
 OF_THREADS = [
@@ -99,9 +99,9 @@ OF_BATCHES = [
         ("tests/test_microbatch.py",),
     ),
     Mutant(
-        "rows-hidden-deeper-unseen", HIDDEN,
+        "rows-hidden-deeper-unseen", TREES,
         "rows nested two objects deep go whole to each micro-batch",
-        "left.append(part)", "pass",
+        "left += held", "pass",
         ("tests/test_hidden.py",),
     ),
     Mutant(
