@@ -14,10 +14,9 @@ from pipert.model.devices import assign_workers
 from pipert.observe.event import KINDS, Event
 from pipert.observe.notifier import Counters
 from pipert.observe.recorder import Recording
-from pipert.timeline.advice import Advice
 from pipert.timeline.chrome import chrome_trace
 from pipert.timeline.picture import save_picture
-from pipert.timeline.report import Report, make_report
+from pipert.timeline.report import Advice, Report, make_report
 
 __all__ = ["Timeline"]
 
