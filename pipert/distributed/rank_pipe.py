@@ -60,7 +60,7 @@ class Pipe(nn.Module):
             the current one; else ``'cpu'``.
         chunks: the number of micro-batches, at most; default 1.
         schedule: ``'1f1b'`` (default), ``'gpipe'``, ``'interleaved'``; or one that torch alone has,
-            by its name there: ``'InterleavedZeroBubble'``, ``'ZBVZeroBubble'``, ``'DualPipeV'``.
+            by its name there: ``'InterleavedZeroBubble'``, ``'ZBVZeroBubble'``.
         checkpoint: as in :class:`pipert.Pipe`. Default: ``'never'``, but ``'except_last'`` with
             ``'gpipe'``.
         deferred_batch_norm: as in :class:`pipert.Pipe`.

@@ -21,9 +21,8 @@ from pipert.autograd.checkpoint import Checkpoint
 from pipert.autograd.order import begin_numbers
 from pipert.autograd.recompute import Edges, Graph, Recomputation, Replay, edges_of
 from pipert.autograd.weight_gradients import Later
-from pipert.batch.hidden import CLOSED_TO_GRAPHS, REMEDY, hides
 from pipert.batch.tensors import Carried, differentiable
-from pipert.batch.trees import ORDINARY, flatten
+from pipert.batch.trees import CLOSED_TO_GRAPHS, ORDINARY, REMEDY, flatten, held_by
 from pipert.layers.place import Place
 from pipert.schedules.action import WEIGHT
 from pipert.stage.copies import Copies
@@ -208,7 +207,7 @@ def _refuse_hidden_graph(y: Value) -> None:
     if ORDINARY.issuperset(map(type, leaves)):
         return
     for leaf in leaves:
-        if hides(leaf, _is_in_graph, CLOSED_TO_GRAPHS):
+        if any(map(_is_in_graph, held_by(leaf, CLOSED_TO_GRAPHS))):
             raise TypeError(
                 f"a value for another partition has a {type(leaf).__qualname__} that holds a tensor"
                 f" of its graph, which forward_backward cannot take apart; {REMEDY}, return None "
