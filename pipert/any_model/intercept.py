@@ -46,7 +46,7 @@ _METADATA = frozenset(
     )
 ) | {
     Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.is_floating_point,
-    Tensor.is_complex, Tensor.__len__, Tensor.is_contiguous,
+    Tensor.is_complex, Tensor.__len__, Tensor.is_contiguous, Tensor.is_inference,
 }  # fmt: skip
 """Functions whose result is the same on each device and in each graph, so they need no tensors."""
 

@@ -46,6 +46,11 @@ def test_a_hundred_cases_in_a_fresh_process_equal_the_plain_module_s(first: int)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_a_fault_does_not_wait_for_a_call_that_the_reference_does_not_have() -> None:
+    step = Step(how="gpipe", chunks=4, checkpoint="always", fault=("F", 2), ready=True)
+    check(Case(units=("fragile", "noise"), steps=(step,)))
+
+
 @contextlib.contextmanager
 def seeded_fault(*patch: Any) -> Iterator[None]:
     """Something wrong in pipert; what it provokes is no report of the test, nor of the next one."""
