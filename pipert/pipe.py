@@ -76,9 +76,6 @@ class Pipe(Pipelined, Partitioned):
         super().__init__(module, balance, devices, deferred_batch_norm)
         self._start()
 
-    def _layers_changed(self) -> None:
-        self._runtime.model = self._model()
-
     def _model(self) -> Layered:
         return Layered(self._partitions, routes(self._partitions))
 

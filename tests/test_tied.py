@@ -218,14 +218,6 @@ class _Twice(nn.Module):
         return y
 
 
-def test_replacing_the_owning_layer_makes_the_next_partition_the_owner(copies: Copies) -> None:
-    with pipe_of(language_model(), [2, 2]) as pipe:
-        weight = pipe[3].weight
-        pipe.add_module("0", nn.Embedding(7, 4))
-        step(pipe)
-        assert copies.forward == 0 and isinstance(weight, Tensor) and weight.grad is not None
-
-
 def test_tying_again_after_assigning_ties_the_current_parameters(copies: Copies) -> None:
     with pipe_of(language_model(), [2, 2]) as pipe:
         old = weakref.ref(weight_of(pipe))

@@ -61,56 +61,32 @@ class Partitioned(Placed):
             self.__dict__[name] = module.__dict__[name]
         self.__dict__["_hooked"] = module
 
-    def _layers_changed(self) -> None:
-        """Called after a layer was replaced; overridden by the pipe."""
-
     def __setattr__(self, name: str, value: Any) -> None:
         # A layer may be named like a setting, and must not shadow it.
         if name in self._own:
             object.__setattr__(self, name, value)
-        elif isinstance(value, nn.Module):
+        elif isinstance(value, nn.Module) or name in self._modules:
             self.add_module(name, value)
         else:
-            self._refuse_removal(name)
             super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
-        self._refuse_removal(name)
+        if name in self._modules:
+            self.add_module(name, None)
         super().__delattr__(name)
 
-    def _refuse_removal(self, name: str) -> None:
-        if name in self.__dict__.get("_modules", ()):
-            raise ValueError(
-                f"layer {name!r} of a Pipe can be replaced by another, but not removed; put an "
-                "nn.Identity in its place, or make a new Pipe"
-            )
-
     def add_module(self, name: str, module: nn.Module | None) -> None:
-        """Replace the layer called ``name``; the new one moves to its partition's device.
+        """Refuse to replace, add or remove a layer.
 
         Raises:
-            ValueError: no layer has that name (none can be added or removed), ``module`` is not a
-                module, or a buffer would be needed on two devices.
-            TypeError: its stashes and pops do not match those of the other layers, or it is a
-                SyncBatchNorm, or data-parallel itself.
+            ValueError: ``module`` is not the layer that the pipe has under this name.
         """
-        if name in self._modules and isinstance(module, nn.Module):
-            refuse_data_parallel(module)
-            changed = sequential({**self._modules, name: module}, self.training)
-            verify_skippables(changed)
-            check_batch_norm(module, self._deferred_batch_norm)
-            partitions = split(changed, self._balance)
-            place(partitions, self._devices)  # all, since a shared parameter's home may change
-            for partition in self._partitions:
-                if name in partition._modules:
-                    partition._modules[name] = self._modules[name] = module
-            self._layers_changed()
-            return
-        self._refuse_removal(name)
-        raise ValueError(
-            f"a layer of a Pipe can be replaced by another, but {name!r} is not one of its layers "
-            f"{list(self._modules)}; add layers to the Sequential and make a new Pipe"
-        )
+        if module is None or module is not self._modules.get(name):
+            raise ValueError(
+                f"{name!r} cannot be set: a Pipe has the layers of the module that it was made of."
+                " Change that module before the pipe is made; or close the pipe, change the "
+                "module, and make a new one"
+            )
 
     @property
     def _is_full_backward_hook(self) -> bool | None:
@@ -146,7 +122,7 @@ class Partitioned(Placed):
         return sequential(dict(layers[index]), self.training)
 
     def __setitem__(self, index: int, layer: nn.Module) -> None:
-        """Replace the layer at ``index``, as :meth:`add_module` does."""
+        """Refuse to replace a layer, as :meth:`add_module` does."""
         self.add_module(list(self._modules)[index], layer)
 
     def __iter__(self) -> Iterator[nn.Module]:

@@ -53,13 +53,6 @@ def test_a_data_parallel_module_is_refused_with_a_remedy(kind: str, remedy: str)
         pipeline(wrapped(kind), ["module"], devices=["cpu", "cpu"])
 
 
-def test_a_layer_is_not_replaced_by_a_data_parallel_one() -> None:
-    with pipe_of_layers(nn.Linear(4, 4), nn.Linear(4, 4)) as pipe:
-        with pytest.raises(TypeError, match="is a DataParallel"):
-            pipe[0] = wrapped("DataParallel")
-        assert isinstance(pipe[0], nn.Linear)
-
-
 @pytest.mark.parametrize("kind", ["Pipe", "any model"])
 @pytest.mark.parametrize("has_run", [False, True])
 def test_layers_that_are_sharded_after_the_pipe_was_made_are_refused(
