@@ -119,7 +119,7 @@ def test_balance_must_add_up(balance: list[int]) -> None:
 
 
 def test_each_partition_needs_a_device() -> None:
-    with pytest.raises(IndexError, match="balance has 2 partitions and there are 1 devices"):
+    with pytest.raises(IndexError, match="there are 2 partitions and 1 devices"):
         made(devices=["cpu"])
 
 

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from pipert import pipeline
-from pipert.pipes.pipelined import Pipelined
+from pipert.pipes.base import PipeBase
 from tests.pipes import pipe_of_layers
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -60,7 +60,7 @@ def test_layers_that_are_sharded_after_the_pipe_was_made_are_refused(
 ) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     x = torch.ones(4, 4)
-    makes: dict[str, Callable[[], Pipelined]] = {
+    makes: dict[str, Callable[[], PipeBase]] = {
         "Pipe": lambda: pipe_of_layers(*model),
         "any model": lambda: pipeline(model, ["1"], devices=["cpu", "cpu"]),
     }

@@ -81,7 +81,7 @@ OF_RUNS = [
         ("tests/test_runtime.py", "tests/faults/test_interrupts.py"),
     ),
     Mutant(
-        "except-last-of-those-asked-for", "pipert/pipes/pipelined.py",
+        "except-last-of-those-asked-for", "pipert/pipes/base.py",
         "`except_last` counts the requested chunks: with fewer rows the last micro-batch is "
         "recomputed, too",
         "recomputed_in_each(self.checkpoint, len(inputs), len(self._partitions))",
