@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from pipert._torch import refuse_unsupported
 from pipert._typing import Value
-from pipert.any_model.shared_state import LeftBehind
+from pipert.any_model.shared_state import SharedState
 from pipert.autograd.order import begin_numbers
 from pipert.batch.for_step import batch_of_step
 from pipert.batch.joining import JoinNumbers, gather
@@ -85,7 +85,7 @@ class PipeBase(nn.Module):
 
     def _start(self) -> None:
         self._runtime = Runtime(self._model(), self._devices, self._workers)
-        self._left = LeftBehind(self._runtime.model.norm_parts)
+        self._left = SharedState(self._runtime.model.norm_parts)
         # The pool's method: a finalizer must not reference the object that it is for.
         self._stop = weakref.finalize(self, self._runtime.pool.stop)
         self._stop.atexit = False
@@ -188,7 +188,7 @@ class PipeBase(nn.Module):
         stats = DeferredStats(self._runtime.model.norm_parts) if deferred else None
         checkpointed = recomputed_in_each(self.checkpoint, len(inputs), len(self._partitions))
         refuse_compilation(recomputes=any(checkpointed))
-        with self._left.inspecting(len(inputs) > 1 and torch.is_grad_enabled()):
+        with self._left.inspect_what_is_left(len(inputs) > 1 and torch.is_grad_enabled()):
             found = self._runtime.call(inputs, checkpointed, stats, seconds, function)
         outputs = gather(found, sizes, join_numbers)
         if stats is not None:
