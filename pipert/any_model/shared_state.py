@@ -231,7 +231,7 @@ def _items(holder: Any) -> list[Any]:
     if not isinstance(holder, nn.Module):
         return list(dict.items(holder) if isinstance(holder, dict) else holder)
     own = _items(vars(holder))
-    return [x for k, v in own for x in (_items(v) if k in _REGISTRIES else [(k, v)])]
+    return [x for k, v in own for x in (list(v.items()) if k in _REGISTRIES else [(k, v)])]
 
 
 def _fingerprint(value: Any, depth: int = 4) -> Any:
