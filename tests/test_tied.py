@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pipert import NestedCheckpointError, Pipe
 from pipert.engine.runtime import Runtime
-from pipert.layers.tied import Substitute, Weights, borrowed, check_borrowers
+from pipert.layers.parameter_copies import Substitute, Weights, borrowed, check_borrowers
 from pipert.model import split as partition_module
 from pipert.skip.routes import routes
 from pipert.stage import assembly

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from pipert._torch import NormBase
 from pipert.errors import NotBatchFirstWarning
-from pipert.layers.tied import borrowed, check_borrowers
+from pipert.layers.parameter_copies import borrowed, check_borrowers
 from pipert.model.settings import whole
 
 __all__: list[str] = []

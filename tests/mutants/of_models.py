@@ -9,7 +9,7 @@ __all__ = ["BREAKAGES"]
 ROUTES, STORE = "pipert/skip/routes.py", "pipert/skip/store.py"
 RANDOM, BUFFERS = "pipert/layers/random_numbers.py", "pipert/layers/buffers.py"
 EFFECTS = "pipert/layers/effects.py"
-NORM, TIED = "pipert/layers/batchnorm.py", "pipert/layers/tied.py"
+NORM, TIED = "pipert/layers/batchnorm.py", "pipert/layers/parameter_copies.py"
 SPLIT, DEVICES = "pipert/model/split.py", "pipert/model/devices.py"
 
 OF_SKIPS = [
