@@ -142,7 +142,10 @@ class ModulePipe(PipeBase):
         self, module: nn.Module, call: Callable[..., Value], args: Any, kwargs: dict[str, Any],
         why_in_one: str, join_numbers: JoinNumbers,
     ) -> Value:  # fmt: skip
-        """Call the model, or a part of it that calls layers, as ``Runs`` says."""
+        """Call the model, or a part of it around layers, in one micro-batch if there is a reason.
+
+        ``call`` calls it, for each micro-batch; ``join_numbers`` joins 0-dimensional outputs.
+        """
         refuse_compilation()
         refuse_transforms()
         chunks = 1 if why_in_one else self._chunks
