@@ -29,7 +29,6 @@ from pipert._typing import Value
 from pipert.any_model.boundary_tensors import BoundaryTensors
 from pipert.any_model.map_tensors import map_tensors
 from pipert.any_model.microbatch_graph import MicroBatchGraph
-from pipert.any_model.parameter_copies import CHANGED
 from pipert.any_model.tensor_copies import TensorCopies
 from pipert.batch.tensors import describe, tensors_of
 from pipert.workers.context import is_transformed
@@ -189,6 +188,11 @@ class Paused:
             self._mode.is_on = self._was_on
 
 
+CHANGED = (
+    "a model's own code changes a parameter or buffer in place that lives on the device of another "
+    "partition, or has a hook: it would change a copy, and be lost. Change it in a layer, or once "
+    "per mini-batch, outside of forward, such as after optimizer.step()"
+)
 _TRANSFORMED = (
     "a transform such as torch.func.vmap in a model's own code uses a tensor of an earlier "
     "partition, or of another device ({} on {}); give it tensor.clone(), made before the transform "

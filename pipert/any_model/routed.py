@@ -26,7 +26,7 @@ import copy
 import inspect
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -45,29 +45,19 @@ __all__: list[str] = []
 
 
 class Runs(Protocol):
-    """A pipe, as far as calls of its model need it."""
+    """A pipe, as far as calls of its model need it: see ``ModulePipe``."""
 
     module: nn.Module
-    """The model."""
     chunks: int
 
-    def is_inside(self) -> bool:
-        """Whether the current code runs inside of the pipe."""
-
-    def is_running(self) -> bool:
-        """Whether any call of the pipe is on its way."""
-
-    def splits_or_recomputes(self, in_one: bool = False) -> bool:
-        """Whether a call has several micro-batches, if not ``in_one``, or is recomputed."""
+    def is_inside(self) -> bool: ...
+    def is_running(self) -> bool: ...
+    def splits_or_recomputes(self, in_one: bool = False) -> bool: ...
 
     def call_part(
         self, module: nn.Module, call: Callable[..., Value], args: Any, kwargs: dict[str, Any],
         why_in_one: str, join_numbers: JoinNumbers,
-    ) -> Value:  # fmt: skip
-        """Call ``module`` with a mini-batch, in one micro-batch if there is a reason.
-
-        ``call`` calls it, for each micro-batch; ``join_numbers`` joins 0-dimensional outputs.
-        """
+    ) -> Value: ...  # fmt: skip
 
 
 # The routes of each module, in the order they were made.
@@ -218,13 +208,12 @@ class Routed(Guest):
         copied = copy.deepcopy(self._module, memo)
         return super().__deepcopy__(memo) or type(copied).forward.__get__(copied)
 
-    def __repr__(self) -> str:
-        return f"<forward of {type(self._module).__name__}, in a pipe>"
-
 
 def route(model: nn.Module, layers: Iterable[nn.Module], pipe: Runs) -> list[Routed]:
     """Send calls of ``model``, and of the modules around ``layers``, through ``pipe``."""
-    return [Routed(each, pipe) for each in [*_around(model, set(layers))] if is_called(each)]
+    own = set(layers)
+    around = [m for m in model.modules() if m not in own and not own.isdisjoint(m.modules())]
+    return [Routed(each, pipe) for each in dict.fromkeys([model, *around]) if is_called(each)]
 
 
 def pipe_of(model: nn.Module) -> Any:
@@ -341,14 +330,6 @@ def _refuse_numbers(numbers: Sequence[Tensor]) -> Tensor:
         "loss, and what it would be for the mini-batch is unknown; use chunks=1, take a step "
         "with pipe.forward_backward(step=...), or call the pipe, which returns them all"
     )
-
-
-def _around(module: nn.Module, layers: set[nn.Module]) -> Iterator[nn.Module]:
-    yield module
-    if module not in layers:
-        for child in module.children():
-            if child not in layers and not layers.isdisjoint(child.modules()):
-                yield from _around(child, layers)
 
 
 def _on(device: torch.device, y: Value) -> Value:

@@ -27,7 +27,7 @@ from pipert.check.ways import (
     chain,
     transformer,
 )
-from pipert.pipes import pipelined, stepping
+from pipert.pipes import base
 from pipert.stage.stage import Task
 from tests import simulated_gpus
 
@@ -118,7 +118,7 @@ def test_copies_that_deliver_stale_values_are_noticed(monkeypatch: pytest.Monkey
 def test_checkpointing_that_keeps_all_activations_is_noticed(
     monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pipelined, "recomputed_in_each", lambda mode, m, n: (0,) * n)
+    monkeypatch.setattr(base, "recomputed_in_each", lambda mode, m, n: (0,) * n)
     found = found_in_memory()["peak memory"]
     assert found.outcome == BROKEN
     assert "cuda:0: loss.backward(), checkpoint='always' needs" in found.seen
@@ -127,7 +127,7 @@ def test_checkpointing_that_keeps_all_activations_is_noticed(
 
 @pytest.mark.multi_gpu
 def test_a_1f1b_that_keeps_all_activations_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stepping, "plan", lambda schedule, *args: schedules.plan("gpipe", *args))
+    monkeypatch.setattr(base, "plan", lambda schedule, *args: schedules.plan("gpipe", *args))
     found = found_in_memory()["peak memory"]
     assert found.outcome == BROKEN
     assert "1f1b" in found.seen and "checkpoint='always'" not in found.seen
