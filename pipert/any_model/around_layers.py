@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sized
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, is_tensor, nn
+from torch import Tensor, nn
 
 from pipert._torch import BatchNorm, NormBase, node_count
 from pipert._typing import Value
@@ -29,21 +29,18 @@ from pipert.any_model.shared_state import Inspection
 from pipert.any_model.tensor_copies import TensorCopies
 from pipert.autograd.order import begin_numbers
 from pipert.batch.microbatch import Arguments
-from pipert.batch.trees import flatten
+from pipert.batch.trees import ORDINARY, flatten
 from pipert.layers.batchnorm import PartitionStats
 from pipert.layers.cpu_draws import DRAWING
 from pipert.layers.modules import modules_of
 from pipert.layers.nested_checkpoint import is_in_checkpoint
-from pipert.layers.random_numbers import Draws, drawing
+from pipert.layers.random_numbers import Draws, Repeated
 from pipert.stage.run import Run
 from pipert.stage.stage import Stage
 from pipert.stage.step import Step
 from pipert.workers.context import NOTHING, is_transformed
 
 __all__: list[str] = []
-
-_CALLS = 1 << 32  # more than tasks of a run, so each call of a layer has its own number
-
 
 @dataclass(slots=True, eq=False)
 class ModelRun:
@@ -117,7 +114,7 @@ class AroundLayers:
         self._checkpointed: CheckpointedCalls | None = None  # the calls of the current partition
         self._recording: ForwardRecording | None = None
         self._drawing = ExitStack()  # the block in which the partition draws random numbers
-        self._called = 0  # layers, so far
+        self._draws: Draws  # these
         if self._graph is not None:
             model_run.graphs[i] = self._graph
 
@@ -183,8 +180,8 @@ class AroundLayers:
         shared, place = self._model_run, stage.place
         if place.device.type == "cuda":
             torch.cuda.set_device(stage.place.device)
-        draws = Draws(shared.run.seed, place.number(self._i), place.device)
-        self._drawing.enter_context(draws)  # the model's own code may draw
+        self._draws = Draws(shared.run.seed, place.number(self._i), place.device)
+        self._drawing.enter_context(self._draws)  # the model's own code may draw
         if self._i < stage.recomputed:
             stage.layers.take_snapshot()
             hooks = shared.run.context.saved_tensor_hooks
@@ -240,7 +237,6 @@ class AroundLayers:
 
     def _call(self, layer: ModelLayer, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         shared, stage = self._model_run, self._stage
-        self._called += 1
         if shared.inspection is not None:
             shared.inspection.note_call(layer.module)
         if shared.called_in.setdefault(layer.module, stage.place.j) != stage.place.j:
@@ -253,22 +249,16 @@ class AroundLayers:
                     if shared.inspection is not None:  # of changes, which a move is not
                         shared.inspection.note_call(used.module)
             call = shared.parameters.wrap(stage, self._i, [layer.module, *given], call)
-        around = self._drawing_of_call() if shared.draws else None
         # What works in place, in torch.utils.checkpoint or in a transform, keeps what it saves.
         if self._checkpointed is not None and torch.is_grad_enabled() and not (
             layer.is_in_place or is_in_checkpoint() or is_transformed()
         ) and stage.layers.recomputes(layer.module):
             stage.layers.refuse_replaced(layer.module)
             call = stage.layers.checkpointed(self._i, layer.module, layer.name, call)
+            around = Repeated(self._draws) if shared.draws else None
             return self._checkpointed.call(layer.name, call, around, args, kwargs)
-        with stage.layers.locked(layer.module), NOTHING if around is None else around():
+        with stage.layers.locked(layer.module):
             return call(*args, **kwargs)
-
-    def _drawing_of_call(self) -> Callable[[], AbstractContextManager[None]]:
-        """Return what makes the block in which the current call of a layer draws."""
-        seed, place = self._model_run.run.seed, self._stage.place
-        number = self._called * _CALLS + place.number(self._i)
-        return lambda: drawing(Draws(seed, number, place.device))
 
     def note_of_call(self, layer: ModelLayer, args: Any, kwargs: dict[str, Any]) -> str:
         """Return the note for an error that ``layer`` raised."""
@@ -288,7 +278,7 @@ class AroundLayers:
 def _sizes(x: Value) -> dict[Any, int]:
     """Return the size of each argument that is a container, by name."""
     args, kwargs = x if isinstance(x, Arguments) else ((x,), {})
-    given = [(k, v) for k, v in (*enumerate(args), *kwargs.items()) if not is_tensor(v)]
+    given = [(k, v) for k, v in (*enumerate(args), *kwargs.items()) if type(v) not in ORDINARY]
     return {k: len(flatten(v)[0]) + (len(v) if isinstance(v, Sized) else 0) for k, v in given}
 
 

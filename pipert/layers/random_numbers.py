@@ -177,6 +177,31 @@ class Draws:
         return Draws(self.run, ~(self.number + (self._parts << 48)), self.device)
 
 
+class Repeated:
+    """Makes the block of a part of a task that will be repeated, which begins now.
+
+    The first block draws from the task's numbers as they come, and each later one the same again.
+    """
+
+    __slots__ = ("_about", "_has_begun", "_own", "_shared")
+
+    def __init__(self, draws: Draws) -> None:
+        self._about = draws.run, draws.number, draws.device
+        self._own = {device: one.get_state() for device, one in draws._own.items()}
+        self._shared = {device: draws.generator(device).get_state() for device in draws.shared}
+        self._has_begun = False
+
+    def __call__(self) -> AbstractContextManager[None]:
+        if not self._has_begun:
+            self._has_begun = True
+            return contextlib.nullcontext()
+        draws = Draws(*self._about)
+        draws._states.update(self._shared)
+        for device, state in self._own.items():
+            draws.generator(device).set_state(state)
+        return drawing(draws)
+
+
 @contextlib.contextmanager
 def drawing(draws: Draws) -> Iterator[None]:
     """Draw the random numbers of a task in the block."""
