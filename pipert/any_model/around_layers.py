@@ -42,6 +42,7 @@ from pipert.workers.context import NOTHING, is_transformed
 
 __all__: list[str] = []
 
+
 @dataclass(slots=True, eq=False)
 class ModelRun:
     """One run of a model. Made by the caller."""

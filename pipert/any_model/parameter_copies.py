@@ -44,6 +44,7 @@ class ParameterCopies:
         self._buffers = buffers if moves else ()
         self._copies: dict[tuple[int, int], tuple[Tensor, Tensor, int]] = {}
         self._substitutes: dict[tuple[Any, ...], Substitute | None] = {}
+        self._has_looked = False  # at the graph of a micro-batch, which is once per run
         weights = _weights_of(module) if is_step or moves else []
         self.is_needed = moves or any(map(tensor_hooks, weights))
         """Whether any parameter may need a copy, as far as the caller can tell."""
@@ -84,8 +85,9 @@ class ParameterCopies:
 
     def refuse_functions(self, y: Value) -> None:
         """Refuse a ``Function`` of the model's own code that got a parameter, not its copy."""
-        if self._copies and torch.is_grad_enabled():
-            refuse_functions(y, {id(weight) for weight, _, _ in [*self._copies.values()]})
+        if self._copies and not self._has_looked and torch.is_grad_enabled():
+            copied = {id(weight) for weight, _, _ in [*self._copies.values()]}
+            self._has_looked = refuse_functions(y, copied)
 
     def wrap(
         self, stage: Stage, i: int, layers: Sequence[nn.Module], call: Callable[..., Any]
@@ -96,11 +98,10 @@ class ParameterCopies:
         """
         key = stage.place.j, *layers
         if key not in self._substitutes:
-            all_weights: dict[Tensor, None]
-            all_weights = dict.fromkeys(w for layer in layers for w in _weights_of(layer))
-            all_weights |= dict.fromkeys(b for layer in layers for b in self._shared_by(layer))
-            all_weights |= dict.fromkeys(b for given in layers[1:] for b in _buffers_of(given))
-            weights = tuple([w for w in all_weights if self._is_replaced(stage, w)])
+            own: list[Tensor] = [w for layer in layers for w in _weights_of(layer)]
+            own += [b for layer in layers for b in self._shared_by(layer)]
+            own += [b for given in layers[1:] for b in _buffers_of(given)]
+            weights = tuple(dict.fromkeys([w for w in own if self._is_replaced(stage, w)]))
             if weights and is_compiled(layers[0]):
                 raise ValueError(
                     "a compiled or scripted layer uses a parameter that lives on another device or "

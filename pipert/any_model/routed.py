@@ -96,10 +96,9 @@ class Routed(Guest):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.is_outside():
             return self.send(self._plain(), *args, **kwargs)
-        pipe = self._pipe
-        if pipe is not None and pipe.splits_or_recomputes():
-            given = self._named(args, kwargs)
-            if self._makes_cache(given):
+        pipe, has_config = self._pipe, getattr(self._module, "config", None) is not None
+        if pipe is not None and has_config and pipe.splits_or_recomputes():
+            if self._makes_cache(given := self._named(args, kwargs)):
                 kwargs["use_cache"] = _refuse_packed(self._module, given)
         return self._plain()(*args, **kwargs)
 

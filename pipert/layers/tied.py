@@ -134,6 +134,7 @@ class Substitute(TorchFunctionMode):
         self, weights: Sequence[Tensor], copies: Sequence[Tensor], versions: Sequence[int]
     ) -> None:
         super().__init__()
+        self._has_looked = False  # at the graph of a call, which is once per run
         self._copies = {id(weight): copy for weight, copy in zip(weights, copies, strict=True)}
         self._watched: list[tuple[Tensor, int]] = [
             *zip(weights, versions, strict=True),
@@ -163,10 +164,11 @@ class Substitute(TorchFunctionMode):
 
     def during(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run ``call(*args, **kwargs)`` with the copies."""
-        begins = [x.grad_fn for x in differentiable((args, kwargs))[0]]
+        given = () if self._has_looked else differentiable((args, kwargs))[0]
+        begins = [x.grad_fn for x in given]
         with self:
             y = call(*args, **kwargs)
-        refuse_functions(y, self._copies, begins)
+        self._has_looked = self._has_looked or refuse_functions(y, self._copies, begins)
         return y
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
@@ -179,10 +181,11 @@ class Substitute(TorchFunctionMode):
             )
 
 
-def refuse_functions(y: Value, copied: Container[int], stop: Iterable[Any] = ()) -> None:
+def refuse_functions(y: Value, copied: Container[int], stop: Iterable[Any] = ()) -> bool:
     """Refuse a graph in which a ``Function`` got a parameter of another device, not its copy.
 
-    ``copied`` has the ids of parameters with copies; the nodes in ``stop`` are not visited.
+    ``copied`` has the ids of parameters with copies; the nodes in ``stop`` are not visited. Returns
+    whether there was a graph.
     """
     ends = [x.grad_fn for x in differentiable(y)[0] if x.grad_fn is not None]
     node: Any
@@ -197,6 +200,7 @@ def refuse_functions(y: Value, copied: Container[int], stop: Iterable[Any] = ())
                     "pass it weight.view_as(weight), which is a view of this device's copy, or "
                     "choose a balance that puts the layers that share it on one device"
                 )
+    return bool(ends)
 
 
 _DATA = Tensor.data.__get__  # type: ignore[attr-defined]
