@@ -8,7 +8,7 @@ model's own code that changes a copy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -51,11 +51,10 @@ class ParameterCopies:
         own = [*weights, *self._shared_by(module)] if self.is_needed else []
         self._versions = {id(weight): version(weight) for weight in own}
 
-    def _is_replaced(self, stage: Stage, weight: Tensor) -> bool:
-        """Return whether a parameter has a copy in the partition of ``stage``."""
-        return weight.device != stage.place.device or (
-            self._is_step and bool(tensor_hooks(weight))
-        )
+    def _replaced(self, stage: Stage, weights: Iterable[Tensor]) -> list[Tensor]:
+        """Return the parameters that have copies in the partition of ``stage``."""
+        device, is_step = stage.place.device, self._is_step
+        return [w for w in weights if w.device != device or is_step and tensor_hooks(w)]
 
     def _shared_by(self, module: nn.Module) -> list[Tensor]:
         """Return the shared buffers of ``module``."""
@@ -64,7 +63,7 @@ class ParameterCopies:
 
     def copy_of(self, stage: Stage, i: int, weight: Tensor) -> Tensor:
         """Return the copy of ``weight`` in the partition of ``stage``, or itself."""
-        if not self._is_replaced(stage, weight):
+        if not self._replaced(stage, (weight,)):
             return weight
         key = stage.place.j, id(weight)
         if key not in self._copies:
@@ -101,7 +100,7 @@ class ParameterCopies:
             own: list[Tensor] = [w for layer in layers for w in _weights_of(layer)]
             own += [b for layer in layers for b in self._shared_by(layer)]
             own += [b for given in layers[1:] for b in _buffers_of(given)]
-            weights = tuple(dict.fromkeys([w for w in own if self._is_replaced(stage, w)]))
+            weights = tuple(dict.fromkeys(self._replaced(stage, own)))
             if weights and is_compiled(layers[0]):
                 raise ValueError(
                     "a compiled or scripted layer uses a parameter that lives on another device or "
