@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, is_tensor, nn
+from torch import Tensor, nn
 
 from pipert._torch import BatchNorm, NormBase, node_count, tensor_hooks
 from pipert._typing import Value
@@ -30,7 +30,7 @@ from pipert.any_model.shared_state import Inspection
 from pipert.any_model.tensor_copies import TensorCopies
 from pipert.autograd.order import begin_numbers
 from pipert.batch.microbatch import Arguments
-from pipert.batch.trees import flatten
+from pipert.batch.trees import ORDINARY, flatten
 from pipert.layers.batchnorm import PartitionStats
 from pipert.layers.cpu_draws import DRAWING
 from pipert.layers.modules import modules_of
@@ -296,7 +296,7 @@ class AroundLayers:
 def _sizes(x: Value) -> dict[Any, int]:
     """Return the size of each argument that is a container, by name."""
     args, kwargs = x if isinstance(x, Arguments) else ((x,), {})
-    given = [(k, v) for k, v in (*enumerate(args), *kwargs.items()) if not is_tensor(v)]
+    given = [(k, v) for k, v in (*enumerate(args), *kwargs.items()) if type(v) not in ORDINARY]
     return {k: len(flatten(v)[0]) + (len(v) if isinstance(v, Sized) else 0) for k, v in given}
 
 

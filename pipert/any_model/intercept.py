@@ -97,7 +97,8 @@ class Intercept(TorchFunctionMode):
 
     def bring(self, tensor: Tensor) -> Tensor:
         """Return the tensor to use for ``tensor`` in the current partition."""
-        if self._copy_of is not None and isinstance(tensor, nn.Parameter):
+        is_plain = type(tensor) is Tensor  # to ask for a parameter's class is a call in Python
+        if not is_plain and self._copy_of is not None and isinstance(tensor, nn.Parameter):
             return self._copy_of(tensor)
         if self.boundary.changed:
             tensor = self.boundary.as_left(tensor)

@@ -45,7 +45,7 @@ class AnyModel:
         self.threads = MicroBatchThreads()
         self.layers = ModelLayers(partitions, cuts)
         self._begun = {name: p._modules[name] for name, p in zip(cuts, partitions[1:], strict=True)}
-        self._model = Layered(self.partitions, routes(self.partitions))
+        self._model = Layered(self.partitions, routes(self.partitions), borrows=False)
         self._shared = SharedState([module], partitions)
         intercept(self.layers)
 

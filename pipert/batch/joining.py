@@ -41,6 +41,8 @@ def gather(
     those of several micro-batches, 0-dimensional tensors are not stacked.
     """
     first = outputs[0]
+    if len(outputs) == 1 and join_numbers is not None:
+        return first
     if isinstance(first, Tensor) and all([isinstance(output, Tensor) for output in outputs]):
         _refuse_time_first([outputs], first, sizes)
         return _join(outputs, outputs, 0, sizes, join_numbers)
@@ -144,7 +146,7 @@ def _join(
                 return torch.cat(column)
             if join_numbers is None:
                 return torch.stack(column)
-            return join_numbers(column) if len(column) > 1 else first
+            return join_numbers(column)
     for leaf in column:
         if not isinstance(leaf, Tensor) and any(map(has_rows, (leaf, *held_by(leaf)))):
             raise ValueError(

@@ -146,6 +146,11 @@ def held_by(value: Any, closed: tuple[type, ...] = CLOSED) -> Iterator[Any]:
         left += held
 
 
+def is_opaque(value: Any) -> bool:
+    """Return whether ``value`` is a leaf, and no container of leaves."""
+    return pytree.tree_is_leaf(value) and not _is_mapping(value)
+
+
 class _MappingNode:
     """A mapping as a node. Its first child is a template: the mapping with ``None`` values."""
 

@@ -135,6 +135,7 @@ class ParameterCopies:
         self._versions: dict[int, int] = {}
         self._copies: dict[tuple[int, int], tuple[Tensor, Tensor, int]] = {}
         self._substitutes: dict[tuple[Any, ...], Substitute | None] = {}
+        self._has_looked = False  # at the graph of a micro-batch, which is once per run
 
     def note_versions(self, tensors: Iterable[Tensor]) -> None:
         """Note the versions of tensors that may get copies, when the run begins."""
@@ -194,8 +195,9 @@ class ParameterCopies:
 
     def refuse_functions(self, y: Value) -> None:
         """Refuse a ``Function`` of the model's own code that got a parameter, not its copy."""
-        if self._copies and torch.is_grad_enabled():
-            _refuse_functions(y, {id(weight) for weight, _, _ in [*self._copies.values()]})
+        if self._copies and not self._has_looked and torch.is_grad_enabled():
+            copied = {id(weight) for weight, _, _ in [*self._copies.values()]}
+            self._has_looked = _refuse_functions(y, copied)
 
 
 class Substitute(TorchFunctionMode):
@@ -210,6 +212,7 @@ class Substitute(TorchFunctionMode):
         self, weights: Sequence[Tensor], copies: Sequence[Tensor], versions: Sequence[int]
     ) -> None:
         super().__init__()
+        self._has_looked = False  # at the graph of a call, which is once per run
         self._copies = {id(weight): copy for weight, copy in zip(weights, copies, strict=True)}
         self._watched: list[tuple[Tensor, int]] = [
             *zip(weights, versions, strict=True),
@@ -239,10 +242,11 @@ class Substitute(TorchFunctionMode):
 
     def during(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run ``call(*args, **kwargs)`` with the copies."""
-        begins = [x.grad_fn for x in differentiable((args, kwargs))[0]]
+        given = () if self._has_looked else differentiable((args, kwargs))[0]
+        begins = [x.grad_fn for x in given]
         with self:
             y = call(*args, **kwargs)
-        _refuse_functions(y, self._copies, begins)
+        self._has_looked = self._has_looked or _refuse_functions(y, self._copies, begins)
         return y
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
@@ -255,10 +259,11 @@ class Substitute(TorchFunctionMode):
             )
 
 
-def _refuse_functions(y: Value, copied: Container[int], stop: Iterable[Any] = ()) -> None:
+def _refuse_functions(y: Value, copied: Container[int], stop: Iterable[Any] = ()) -> bool:
     """Refuse a graph in which a ``Function`` got a parameter of another device, not its copy.
 
-    ``copied`` has the ids of parameters with copies; the nodes in ``stop`` are not visited.
+    ``copied`` has the ids of parameters with copies; the nodes in ``stop`` are not visited. Returns
+    whether there was a graph.
     """
     ends = [x.grad_fn for x in differentiable(y)[0] if x.grad_fn is not None]
     node: Any
@@ -273,6 +278,7 @@ def _refuse_functions(y: Value, copied: Container[int], stop: Iterable[Any] = ()
                     "pass it weight.view_as(weight), which is a view of this device's copy, or "
                     "choose a balance that puts the layers that share it on one device"
                 )
+    return bool(ends)
 
 
 _DATA = Tensor.data.__get__  # type: ignore[attr-defined]

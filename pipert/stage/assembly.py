@@ -64,6 +64,8 @@ class Layered:
     partitions: tuple[nn.Sequential, ...]
     skips: tuple[PartitionSkips, ...]
     """For each partition, where its skips come from and go to."""
+    borrows: bool = True
+    """Whether stages copy parameters that live on other devices. Any model does that itself."""
 
     @property
     def entry(self) -> nn.Module | None:
@@ -166,7 +168,7 @@ def _ends(
 
 def _borrowed(run: Run, model: Layered, step: Step | None) -> Sequence[Weights]:
     """Return the parameters of each partition for which a substitute is used."""
-    elsewhere = borrowed(model.partitions, run.devices)
+    elsewhere = borrowed(model.partitions, run.devices if model.borrows else ())
     if step is None:
         return elsewhere
     pairs = zip(model.partitions, elsewhere, strict=True)

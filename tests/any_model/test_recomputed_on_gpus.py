@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import pipert
 from pipert.layers import call
+from pipert.layers.default_generators import DefaultGenerator
 from pipert.layers.snapshot import Snapshot
 from tests.any_model.piped import CHUNKS
 
@@ -57,6 +58,29 @@ def test_each_partition_is_recomputed_once_for_each_backward(pairs: int, backwar
     for one, other in zip((x, *model.parameters()), (own, *plain.parameters()), strict=True):
         assert one.grad is not None and other.grad is not None
         torch.testing.assert_close(one.grad.cpu(), other.grad)
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_a_partition_takes_its_generator_once_and_a_recomputation_once_a_layer(
+    checkpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered = list[object]()
+    enter = DefaultGenerator.enter
+
+    def counted(self: DefaultGenerator, user: Any) -> None:
+        entered.append(user)
+        enter(self, user)
+
+    monkeypatch.setattr(DefaultGenerator, "enter", counted)
+    model, x = Passing(1), torch.randn(8, 4)
+    for layer in model.layers:
+        layer.append(nn.Dropout(0.5))  # type: ignore[operator]
+    options: dict[str, Any] = {"devices": ["cuda:0", "cuda:1"], "chunks": CHUNKS}
+    with pipert.pipeline(model, ["layers.3"], checkpoint=checkpoint, **options) as pipe:
+        loss: Any = pipe(x).sum()
+        assert len(entered) == 2 * CHUNKS
+        loss.backward()
+        assert len(entered) == (2 if checkpoint == "never" else 2 + 6) * CHUNKS
 
 
 class Away(nn.Module):
