@@ -75,7 +75,9 @@ def check(case: Case) -> None:
         own = "inference mode", "wants a gradient"
         for one in (found, expected):
             one.values = [pair for pair in one.values if not pair[0].endswith(own)]
-    _compare(found, expected, 0.02 if case.autocast else 1e-6)
+    # A gradient of gradients is rounded more often, and not in the plain module's order.
+    rounded = 0.05 if any(step.how == "penalty" for step in case.steps) else 0.02
+    _compare(found, expected, rounded if case.autocast else 1e-6)
 
 
 def _compare(found: Found, expected: Found, tolerance: float) -> None:
