@@ -1,17 +1,9 @@
 """Checks copies, values, repeated steps, memory, overlap and speed (docs/check.md).
 
-* **Values**: both compute in the same precision, but sum in another order, since a micro-batch has
-  fewer rows than a mini-batch, and sometimes by another kernel. Rounding causes 1e-13 in float64
-  and 1e-5 in float32 without TF32; a micro-batch that is lost or stale causes 0.1 to 1.
-* **Repeated steps**: a missing wait shows as a value that changes now and then, when a device reads
-  data that has not arrived. So steps are repeated from one seed, with dropout and under load: the
-  chain's copies take as long as its layers, and the devices are never idle in between.
-* **Memory** counts bytes of live tensors beyond those before the step. The chain keeps one
-  activation per layer and micro-batch: of ``m`` micro-batches 'always' keeps the inputs of all and
-  the activations of one, '1f1b' the activations of ``n - j`` on partition ``j``.
-* **Overlap** depends on the machine, so shares are only reported, unless no two GPUs ever compute
-  at the same time though their tasks are long enough to tell.
-* **Speed** can be neither right nor wrong: devices may differ, links be slow, the machine busy.
+A missing wait shows as a value that changes now and then, when a device reads data that has not
+arrived. So steps are repeated from one seed, with dropout and under load: the chain's copies take
+as long as its layers, and the devices are never idle in between. Memory is that of live tensors:
+the chain keeps one activation per layer and micro-batch, so what modes save is large.
 """
 
 from __future__ import annotations

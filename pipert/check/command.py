@@ -132,25 +132,25 @@ def settle(devices: Devices) -> None:
 def run(devices: Devices, effort: Effort) -> Iterator[Finding]:
     """Run all checks. A check that raises becomes a finding, and the next one runs."""
     n, width, rows = devices.n, effort.width, effort.rows
-    yield from _found("copies by torch alone", lambda: checks.check_copies(devices))
+    yield from _found("copies by torch alone", checks.check_copies, devices)
     # Whose copies take as long as its layers.
     copies = chain(n, 2 * n, 1, width, rows)._replace(name="chain under load")
     cases = [*(transformer(n, dtype) for dtype in effort.dtypes), copies]
     torch.set_deterministic_debug_mode("warn")  # torch warns of kernels that are not
-    yield from _found("values", lambda: checks.check_values(devices, cases))
-    yield from _found("repeats", lambda: checks.check_repeats(devices, effort.repeats, copies))
+    yield from _found("values", checks.check_values, devices, cases)
+    yield from _found("repeats", checks.check_repeats, devices, effort.repeats, copies)
     torch.set_deterministic_debug_mode("default")
     layers = chain(n, max(8, 2 * n), 8, min(256, width), 8 * rows)
-    yield from _found("memory", lambda: checks.check_memory(devices, layers, 4 * effort.repeats))
+    yield from _found("memory", checks.check_memory, devices, layers, 4 * effort.repeats)
     load = chain(n, max(8, 2 * n), 4, width, rows)
-    yield from _found("overlap", lambda: checks.check_overlap(devices, load))
-    yield from _found("speed", lambda: checks.check_speed(devices, load, effort.repeats))
+    yield from _found("overlap", checks.check_overlap, devices, load)
+    yield from _found("speed", checks.check_speed, devices, load, effort.repeats)
 
 
-def _found(name: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
+def _found(name: str, check: Callable[..., Iterable[Finding]], *args: Any) -> Iterator[Finding]:
     """Yields what ``check`` finds, and an error as a finding."""
     try:
-        yield from check()
+        yield from check(*args)
     except torch.OutOfMemoryError as error:
         yield Finding(name, NOT_CHECKED, f"out of memory: {str(error).partition('.')[0]}")
     except Exception as error:  # the other checks are still worth running

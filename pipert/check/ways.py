@@ -18,7 +18,6 @@ from pipert.skip import Skippable, pop, skippable, stash
 __all__: list[str] = []
 
 HOLDS, BROKEN, REPORTED, NOT_CHECKED = "holds", "DOES NOT HOLD", "reported", "not checked"
-TIMEOUT = 60.0  # seconds: a step that does not end is an error
 Results = dict[str, Tensor | None]
 
 
@@ -55,8 +54,8 @@ class Way(NamedTuple):
 
 
 CALL = "loss.backward()"
-MODES = ("never", "except_last", "always")
-WAYS = tuple(Way(schedule, mode) for schedule in (CALL, "gpipe", "1f1b") for mode in MODES)
+_MODES = ("never", "except_last", "always")
+WAYS = tuple(Way(schedule, mode) for schedule in (CALL, "gpipe", "1f1b") for mode in _MODES)
 NEVER = tuple(way for way in WAYS if way.checkpoint == "never")
 
 
@@ -180,7 +179,7 @@ class Devices:
         x = leaf(case.x, self.partitions[0])
         layers, n = len(case.layers), self.n
         even = [layers // n + (j < layers % n) for j in range(n)]
-        pipe = Pipe(case.layers, even, devices=self.partitions, chunks=case.chunks, timeout=TIMEOUT)
+        pipe = Pipe(case.layers, even, devices=self.partitions, chunks=case.chunks, timeout=60.0)
         with pipe:
             yield Trial(pipe, x, case.target.to(self.partitions[-1]))
 

@@ -4,7 +4,7 @@ A missing wait rarely shows: numbers are right as long as the stream to wait for
 ``python -m tests.mutants`` removes the waits of the package one at a time, and likewise each
 ``record_stream``, each event, each setting of a current device or stream, and each choice of a
 stream for a copy. It runs the tests on simulated GPUs against the changed package, and prints which
-test noticed. README.md in this folder has its table.
+test noticed.
 
 ``python -m tests.mutants --breakages`` breaks guarantees that have nothing to do with GPUs, and
 runs the tests without simulated GPUs.
