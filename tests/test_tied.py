@@ -365,7 +365,7 @@ def test_layers_that_cannot_be_handed_a_copy_are_refused_by_name(kind: str) -> N
 def test_a_substitute_is_found_inside_of_lists_tuples_dicts_and_keywords() -> None:
     weight = nn.Parameter(torch.zeros(2))
     other = torch.full((2,), 5.0)
-    with Substitute((weight,), (torch.ones(2),), (0,)):
+    with Substitute([(weight, torch.ones(2), 0)]):
         assert torch.stack([weight, other]).sum() == 12
         assert torch.cat((weight, other)).sum() == 12
         assert torch.add(input=weight, other=other).sum() == 12

@@ -179,13 +179,14 @@ class ParameterCopies:
             if make is not None:
                 for tensor in own:
                     make(tensor)
-            keys = [(j, id(tensor)) for tensor in own]
-            used = [self._copies[each] for each in keys if each in self._copies]
+            versions = self._versions
+            used = [
+                (x, self._copies[j, id(x)][1], versions.setdefault(id(x), version(x)))
+                for x in own if (j, id(x)) in self._copies
+            ]  # fmt: skip
             if used:
                 _refuse_compiled(layers[0], "a layer")
-            versions = [self._versions.setdefault(id(w), version(w)) for w, _, _ in used]
-            weights, copies = [w for w, _, _ in used], [copy for _, copy, _ in used]
-            self._substitutes[key] = Substitute(weights, copies, versions) if used else None
+            self._substitutes[key] = Substitute(used) if used else None
         substitute = self._substitutes[key]
         return call if substitute is None else partial(substitute.during, call)
 
@@ -201,23 +202,19 @@ class ParameterCopies:
 
 
 class Substitute(TorchFunctionMode):
-    """A function mode that passes ``copies`` to the torch functions called with ``weights``.
+    """A function mode that passes copies to the torch functions called with tensors.
 
-    ``versions`` are those of the weights, parameters or buffers, when the run began. Leaving
-    the block raises ``RuntimeError`` if a parameter or its copy was modified in place: the other
-    would miss the change, or see it in no fixed order.
+    It gets each parameter or buffer, its copy, and its version when the run began. Leaving the
+    block raises ``RuntimeError`` if one of both was modified in place: the other would miss the
+    change, or see it in no fixed order.
     """
 
-    def __init__(
-        self, weights: Sequence[Tensor], copies: Sequence[Tensor], versions: Sequence[int]
-    ) -> None:
+    def __init__(self, copied: Sequence[tuple[Tensor, Tensor, int]]) -> None:
         super().__init__()
         self._has_looked = False  # at the graph of a call, which is once per run
-        self._copies = {id(weight): copy for weight, copy in zip(weights, copies, strict=True)}
-        self._watched: list[tuple[Tensor, int]] = [
-            *zip(weights, versions, strict=True),
-            *((copy, version(copy)) for copy in copies),
-        ]
+        self._copies = {id(tensor): copy for tensor, copy, _ in copied}
+        self._watched = [(tensor, before) for tensor, _, before in copied]
+        self._watched += [(copy, version(copy)) for _, copy, _ in copied]
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
