@@ -89,7 +89,7 @@ def _compare(found: Found, expected: Found, tolerance: float) -> None:
     for (name, one), (_, other) in zip(found.values, expected.values, strict=True):
         if isinstance(one, Tensor) and isinstance(other, Tensor):
             one, other = one.detach().cpu(), other.detach().cpu()
-            size = max(_size(other), 0.01, 1e-6 * largest)
+            size = max(_size(other), 0.01, tolerance * largest)
             try:
                 torch.testing.assert_close(
                     one, other, rtol=tolerance, atol=tolerance * size, equal_nan=True
