@@ -17,7 +17,8 @@ import torch
 from _simulator import Transfer
 from torch import Tensor, nn
 
-from pipert.balance.probe import Probe, probe_layers
+from pipert.balance.calls import measure_layers
+from pipert.balance.measure import Call
 from pipert.batch.tensors import Carried, differentiable, tensors_of
 from pipert.skip.routes import routes
 
@@ -74,13 +75,13 @@ def layer_times(
     ``now`` waits for the device and reads the clock; the default is the host's clock.
     """
 
-    def measure(probe: Probe) -> tuple[tuple[float, float], Carried]:
-        _forward_and_backward(probe, now or _now)  # to warm up
-        forward, backward, output = _forward_and_backward(probe, now or _now)
+    def measure(call: Call) -> tuple[tuple[float, float], Carried]:
+        _forward_and_backward(call, now or _now)  # to warm up
+        forward, backward, output = _forward_and_backward(call, now or _now)
         progress()
         return (forward, backward), output
 
-    found = [probe_layers(module, sample, device, measure) for _ in range(rounds)]
+    found = [measure_layers(module, sample, device, measure) for _ in range(rounds)]
     layers = list(zip(*found, strict=True))
     forward, backward = (
         [median(times[way] for times in layer) / len(sample) for layer in layers] for way in (0, 1)
@@ -88,18 +89,18 @@ def layer_times(
     return Times(forward, backward)
 
 
-def _forward_and_backward(probe: Probe, now: Clock) -> tuple[float, float, Carried]:
-    probe.layer.zero_grad(set_to_none=True)
-    inputs = probe.inputs()
-    begin = now(probe.device)
-    output = probe.forward(inputs)
-    middle = now(probe.device)
+def _forward_and_backward(call: Call, now: Clock) -> tuple[float, float, Carried]:
+    call.layer.zero_grad(set_to_none=True)
+    inputs = call.fresh_inputs()
+    begin = now(call.device)
+    output = call.forward(inputs)
+    middle = now(call.device)
     roots, _ = differentiable(output)
     grads = [torch.ones_like(root) for root in roots]
-    between = now(probe.device)
+    between = now(call.device)
     if roots:
         torch.autograd.backward(roots, grads)
-    return middle - begin, now(probe.device) - between, output
+    return middle - begin, now(call.device) - between, output
 
 
 def _now(device: torch.device) -> float:

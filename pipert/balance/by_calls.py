@@ -18,9 +18,9 @@ from torch import nn
 
 from pipert._typing import Device, Value
 from pipert.balance.by_cost import balance_by_cost, check_partitions
-from pipert.balance.by_time import medians
-from pipert.balance.call_times import block_times
-from pipert.balance.probe import measuring_device
+from pipert.balance.calls import measure_calls, measuring_device
+from pipert.balance.cost import Cost
+from pipert.balance.measure import repeated, time_once
 from pipert.batch.microbatch import Arguments, arguments_of
 from pipert.layers.compiling import is_compiled_itself
 from pipert.model.cuts import is_called, layers_of
@@ -48,7 +48,7 @@ def choose_cuts(
     should, unless it is a block.
 
     Args:
-        model: on any device, in the mode to measure; stays unchanged, see :func:`block_times`.
+        model: on any device, in the mode to measure; stays unchanged, see :func:`measure_calls`.
         partitions: the number of devices.
         example: the arguments of one micro-batch, see :func:`arguments_of`.
         timeout: seconds to spend, after two or more forwards to warm up.
@@ -67,10 +67,11 @@ def choose_cuts(
 
     layers, names = find_blocks(model, n, arguments, where)
 
-    def measure() -> Iterator[float]:
-        return map(block_times(model, layers, names, arguments, where).__getitem__, names)
+    def measure() -> list[Cost]:
+        costs = measure_calls(model, layers, names, arguments, where, time_once)
+        return [costs[name] for name in names]
 
-    return [names[k] for k in accumulate(balance_by_cost(medians(measure, timeout), n)[:-1])]
+    return [names[k] for k in accumulate(balance_by_cost(repeated(measure, timeout), n)[:-1])]
 
 
 def find_blocks(
@@ -88,7 +89,8 @@ def find_blocks(
     def measure(cuts: set[str], upstream: dict[str, set[str]]) -> Times:
         layers = layers_of(model, cuts)
         begins = {name for name, layer in layers.items() if name in cuts or _has_parameters(layer)}
-        return block_times(model, layers, begins, example, device, upstream)
+        costs = measure_calls(model, layers, begins, example, device, time_once, upstream=upstream)
+        return {name: cost.seconds for name, cost in costs.items()}
 
     cuts, names = _refined_cuts(model, each * n, measure)
     if len(names) < n:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from torch import Tensor, nn
+from torch import nn
 
 from pipert._typing import Device, Value
 from pipert.balance.blocks import minimise_longest_block
 from pipert.balance.by_cost import check_partitions
-from pipert.balance.probe import Probe, collecting_saved, micro_batches, probe_layers, storages
+from pipert.balance.calls import measure_layers, micro_batches
+from pipert.balance.cost import Cost, total, without
+from pipert.balance.measure import Call, measure_sizes
 from pipert.batch.tensors import Carried, tensors_of
 from pipert.model.settings import check_chunks
 from pipert.model.split import check_module
@@ -106,14 +108,12 @@ def layer_sizes(
         Exception: whatever a layer raises, with a note that names the layer.
     """
     first = micro_batches(sample, check_chunks(chunks))[0]
-    known: set[Tensor] = set()
-    sizes = []
-    for layer, measured in zip(module, probe_layers(module, first, device, _measure), strict=True):
-        own = {*layer.parameters(), *layer.buffers()} - known
-        known |= own
-        trained = sum(t.nbytes for t in own if t.requires_grad)
-        size = measured.size
-        sizes.append(size._replace(parameters=sum(t.nbytes for t in own), trained=trained))
+    known, sizes = set[int](), []
+    for cost, popped, *_ in measure_layers(module, first, device, _measure):
+        own, trained = (total(without(each, known)) for each in (cost.parameters, cost.trained))
+        known |= cost.parameters.keys()
+        activations = total(without({**cost.saved, **cost.outputs}, cost.inputs))
+        sizes.append(LayerSize(own, trained, activations, total(cost.inputs), popped))
     return sizes
 
 
@@ -143,42 +143,27 @@ def crossing_sizes(
         ValueError, TypeError, Exception: as for :func:`layer_sizes`.
     """
     (value,) = micro_batches(sample, 1)
-    layers = probe_layers(module, value, device, _measure)
-    last_pop = {key: k for k, layer in enumerate(layers) for key in layer.popped}
+    layers = measure_layers(module, value, device, _measure)
+    last_pop = {key: k for k, (*_, popped) in enumerate(layers) for key in popped}
     sizes = [0] * len(layers)
-    for k, layer in enumerate(layers[:-1]):
-        sizes[k + 1] += layer.output
-        for key, size in layer.stashed.items():
+    for k, (_, _, output, stashed, _) in enumerate(layers[:-1]):
+        sizes[k + 1] += output
+        for key, size in stashed.items():
             for cut in range(k + 1, last_pop[key] + 1):
                 sizes[cut] += size
     return sizes
 
 
-class _Measured(NamedTuple):
-    """What is left behind by a layer, and what it hands to later layers."""
-
-    size: LayerSize
-    """Without its parameters."""
-    output: int
-    """The bytes of its output."""
-    stashed: dict[Key, int]
-    """The bytes of each skip that it stashes."""
-    popped: list[Key]
-
-
-def _measure(probe: Probe) -> tuple[_Measured, Carried]:
-    inputs = probe.inputs()
-    arrived, popped = storages(inputs), storages(inputs.skips)
-    with collecting_saved() as saved:
-        output = probe.forward(inputs)
-    existing = {*arrived, *storages([*probe.layer.parameters(), *probe.layer.buffers()])}
-    left = storages((saved, output))
-    activations = sum(size for storage, size in left.items() if storage not in existing)
-    size = LayerSize(0, 0, activations, sum(arrived.values()), sum(popped.values()))
-    skips = zip(probe.skips.leaving, output.skips, strict=True)
-    stashed = {key: _bytes(value) for (key, _), value in skips}
-    keys = [key for key, _ in probe.skips.arriving]
-    return _Measured(size, _bytes(output.value), stashed, keys), output
+def _measure(
+    call: Call,
+) -> tuple[tuple[Cost, int, int, dict[Key, int], list[Key]], Carried]:
+    """Return the bytes of a layer, its popped skips, its output and its stashes; and what pops."""
+    cost, output = measure_sizes(call)
+    skips = zip(call.skips.leaving, output.skips, strict=True)
+    stashed = {key: _bytes(skip) for (key, _), skip in skips}
+    popped = [key for key, _ in call.skips.arriving]
+    sizes = total(call.storages.sizes(call.inputs.skips)), _bytes(output.value)
+    return (cost, *sizes, stashed, popped), output
 
 
 def _bytes(value: Value) -> int:

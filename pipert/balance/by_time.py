@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Iterable
-from time import perf_counter
-from typing import Any, TypeVar
-
-import torch
 from torch import nn
 
 from pipert._typing import Device, Value
 from pipert.balance.by_cost import balance_by_cost, check_partitions
-from pipert.balance.probe import Probe, micro_batches, probe_layers
-from pipert.batch.tensors import Carried, differentiable
+from pipert.balance.calls import measure_layers, micro_batches
+from pipert.balance.measure import repeated, time_warm
 from pipert.model.split import check_module
 
 __all__ = ["balance_by_time", "layer_times"]
-
-T = TypeVar("T")
 
 
 def balance_by_time(
@@ -76,46 +68,4 @@ def layer_times(
         Exception: whatever a layer raises, with a note that names the layer.
     """
     (value,) = micro_batches(sample, 1)
-    return medians(lambda: probe_layers(module, value, device, _time), timeout)
-
-
-def medians(measure: Callable[[], Iterable[float]], timeout: float) -> list[float]:
-    """Calls ``measure``, once or more, for ``timeout`` seconds; returns medians of its times."""
-    if not timeout >= 0:
-        raise ValueError(f"timeout must be a number of seconds, 0 or more, got {timeout!r}")
-    deadline = perf_counter() + timeout
-    rounds = [measure()]
-    while perf_counter() < deadline:
-        rounds.append(measure())
-    return [statistics.median(times) for times in zip(*rounds, strict=True)]
-
-
-def _time(probe: Probe) -> tuple[float, Carried]:
-    for _ in range(2):  # the first time to warm up
-        timed = forward_and_backward(probe.forward, probe.inputs(), probe.layer, probe.device)
-    return timed
-
-
-def forward_and_backward(
-    forward: Callable[[Any], T], inputs: Value, layer: nn.Module, device: torch.device
-) -> tuple[float, T]:
-    """Measures a forward, and a backward from ones to its inputs and parameters that need grad."""
-    started = now(device)
-    output = forward(inputs)
-    seconds = now(device) - started
-    roots, _ = differentiable(output)
-    wanted = [*differentiable(inputs)[0], *[p for p in layer.parameters() if p.requires_grad]]
-    if roots and wanted:
-        ones = [torch.ones_like(root) for root in roots]
-        started = now(device)
-        # Only to these: a cache may lead to other layers, whose backward has already run.
-        torch.autograd.grad(roots, wanted, ones, allow_unused=True)
-        seconds += now(device) - started
-    return seconds, output
-
-
-def now(device: torch.device) -> float:
-    """Waits until the device is idle, then reads the clock."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return perf_counter()
+    return repeated(lambda: measure_layers(module, value, device, time_warm), timeout)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from functools import cache, partial
-from itertools import accumulate, chain, pairwise, product
+from itertools import accumulate, pairwise, product
 from operator import gt
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,26 +18,23 @@ from torch.optim import Optimizer
 from pipert._torch import NormBase
 from pipert._typing import Device, Value
 from pipert.balance.blocks import minimise_longest_block
-from pipert.balance.by_calls import find_blocks
 from pipert.balance.by_cost import check_partitions
-from pipert.balance.by_time import now
-from pipert.balance.probe import as_arguments, copied, measuring_device, micro_batches, storages
+from pipert.balance.calls import copy_of, micro_batches
+from pipert.balance.cost import Cost, joined, total
+from pipert.balance.measure import Storages, now
 from pipert.batch.microbatch import arguments_of
 from pipert.batch.tensors import tensors_of
-from pipert.model.calls import settled
 from pipert.model.devices import parse_devices, where_tensors_are
 from pipert.model.settings import check_chunks
-from pipert.model.split import check_module, is_sequential
+from pipert.model.split import is_sequential
 from pipert.planning.candidate import Candidate, Candidates, Memory, limits_of, text_of
-from pipert.planning.layer_costs import LayerCost, block_costs, layer_costs
-from pipert.planning.memory import PartitionCost, peaks
+from pipert.planning.costs import Blocks, costs_of_layers, costs_of_model
+from pipert.planning.memory import peaks
 from pipert.schedules.action import BACKWARD, FORWARD, RECOMPUTE, WEIGHT, Action
 from pipert.schedules.plan import Plan, plan, recomputed_in_each
 from pipert.schedules.simulate import most_kept, simulate
 
 __all__ = ["plan_for"]
-
-LossFn = Callable[..., Tensor] | None
 
 
 def plan_for(
@@ -104,10 +101,10 @@ def plan_for(
     where = where_tensors_are(parse_devices(names))
     limits = limits_of(memory, len(names))
     if isinstance(loss_fn, nn.Module):  # with class weights, perhaps
-        loss_fn = copied(loss_fn, where[0])
-    prepare = _of_layers
-    if not is_sequential(model):
-        prepare, example = _of_model, arguments_of(example)
+        loss_fn = copy_of(loss_fn, where[0])
+    prepare, is_cut = costs_of_layers, not is_sequential(model)
+    if is_cut:
+        prepare, example = costs_of_model, arguments_of(example)
     costs_for = prepare(model, example, loss_fn, target, len(names), where[0])
     rows = min([len(tensor) for tensor in tensors_of(example)[0] if tensor.dim()], default=1)
     if any(isinstance(module, NormBase) and module.training for module in model.modules()):
@@ -116,63 +113,13 @@ def plan_for(
     # Several numbers of chunks may make the same micro-batches.
     different = {len(micro_batches(example, m)): m for m in map(check_chunks, tried)}
     sizes = [sum(tensor.nbytes for tensor in tensors_of(x)[0]) for x in (example, target)]
-    search = _Search(names, where, prepare is _of_model, limits, param_scale, sizes)
+    search = _Search(names, where, is_cut, limits, param_scale, sizes)
     found = [each for m in different for each in search.candidates(costs_for(m), m)]
     fit = [each for each in found if not search.excess(each)]
     if not fit:
         raise ValueError(_what_is_missing(min(found, key=search.excess), limits, names))
     fastest = sorted(fit, key=lambda each: (round(each.seconds, 9), sum(each.peaks)))
     return Candidates(fastest[:best])
-
-
-_Blocks = dict[str, list[LayerCost]]
-"""The costs in each block, by the name of the layer or module with which it begins."""
-_CostsFor = Callable[[int], _Blocks]
-"""Returns the costs of blocks for a number of micro-batches."""
-
-
-def _of_layers(
-    model: Any, example: Value, loss_fn: LossFn, target: Value, d: int, where: torch.device
-) -> _CostsFor:
-    check_module(model)
-    check_partitions(d, len(model))
-
-    def costs_for(m: int) -> _Blocks:
-        value, named = micro_batches(example, m)[0], [*model._modules.items()]
-        if loss_fn is not None:  # as a layer, which stays with the last one
-            named.append(("loss_fn", _Loss(loss_fn, _first(target, m, where))))
-        costs = layer_costs(nn.Sequential(OrderedDict(named)), value, where)
-        blocks = {name: [cost] for name, cost in zip(model._modules, costs, strict=False)}
-        blocks[[*blocks][-1]] += costs[len(blocks) :]
-        return blocks
-
-    return costs_for
-
-
-def _of_model(
-    model: nn.Module, example: Value, loss_fn: LossFn, target: Value, d: int, where: torch.device
-) -> _CostsFor:
-    measuring_device(where, model)  # refuses parameters without values
-    layers, begins = {"": model}, [""]
-    if d > 1:
-        first = as_arguments(micro_batches(example, d)[0])
-        layers, begins = find_blocks(model, d, first, where, 2)
-
-    def costs_for(m: int) -> _Blocks:
-        value, aim = as_arguments(micro_batches(example, m)[0]), _first(target, m, where)
-
-        def loss(output: Value) -> Value:
-            return output if loss_fn is None else loss_fn(output, aim)
-
-        costs = block_costs(model, layers, begins, value, where, loss)
-        return {name: each for name, each in zip(begins, costs, strict=True) if each}
-
-    return costs_for
-
-
-def _first(target: Value, m: int, where: torch.device) -> Value:
-    """Return the target of the first micro-batch."""
-    return None if target is None else settled(micro_batches(target, m)[0], where)
 
 
 def _names(devices: Iterable[Device] | None) -> list[str]:
@@ -206,22 +153,7 @@ def _scale_of(optimizer: Optimizer | Callable[..., Optimizer] | None) -> float:
         one.step()
     state = [value for values in one.state.values() for value in values.values()]
     of_parameters = sum([each.nbytes for each in one.state]) or 1
-    return 2 + sum(storages(state).values()) / of_parameters
-
-
-class _Loss(nn.Module):
-    """The loss of a micro-batch, as a layer. What ``loss_fn`` belongs to is not copied with it."""
-
-    def __init__(self, loss_fn: Callable[..., Tensor], target: Value) -> None:
-        super().__init__()
-        self._given = loss_fn, target
-
-    def forward(self, y: Value) -> Tensor:
-        loss_fn, target = self._given
-        return loss_fn(y, target)
-
-    def __deepcopy__(self, memo: object) -> _Loss:
-        return self
+    return 2 + total(Storages().sizes(state)) / of_parameters
 
 
 class _Search(NamedTuple):
@@ -236,7 +168,7 @@ class _Search(NamedTuple):
     sizes: list[int]
     """The bytes of the mini-batch, and of the targets."""
 
-    def candidates(self, blocks_of: _Blocks, m: int) -> Iterator[Candidate]:
+    def candidates(self, blocks_of: Blocks, m: int) -> Iterator[Candidate]:
         """Yield ways to divide the blocks and run ``m`` micro-batches."""
         d = len(self.names)
         ways: list[tuple[list[int], tuple[str, ...]]] = [([*range(d)], _STRAIGHT)]
@@ -245,11 +177,25 @@ class _Search(NamedTuple):
             ways += [([*range(d), *reversed(range(d))], ("zb-v",))]
         blocks = [*blocks_of.values()]
         check_partitions(d, len(blocks))
-        part_of = cache(lambda a, b: PartitionCost.of([*chain(*blocks[a:b])]))
+
+        @cache
+        def part_of(a: int, b: int) -> Cost:
+            return blocks[a] if b == a + 1 else joined([part_of(a, b - 1), blocks[b - 1]])
+
+        @cache
+        def needs(a: int, b: int, is_recomputed: bool) -> tuple[float, int]:
+            """Return the bytes of the weights and of a task, and of each micro-batch."""
+            part = part_of(a, b)
+            each = {**part.inputs, **part.kept} if is_recomputed else part.saved
+            weights = total(part.parameters) + (self.scale - 1) * total(part.trained)
+            return weights + part.backward_peak, total(each)
+
         for placement, schedules in ways:
             n = len(placement)
             copying = cache(partial(_copy_times, placement, self.where))
-            balanced = partial(self._balanced, [*blocks_of], part_of, m, placement, copying)
+            balanced = partial(
+                self._balanced, [*blocks_of], part_of, needs, m, placement, copying
+            )
             for schedule in schedules if n <= len(blocks) else ():
                 tried = {modes: balanced(schedule, modes) for modes in _modes(n)}
                 is_full = [*map(gt, tried[("never",) * n].peaks, self.limits)]
@@ -261,8 +207,9 @@ class _Search(NamedTuple):
         return max(0, *[peak - limit for peak, limit in zip(each.peaks, self.limits, strict=True)])
 
     def _balanced(
-        self, names: list[str], part_of: Callable[[int, int], PartitionCost], m: int,
-        placement: list[int], copying: Callable[..., Callable[[int, int], float]], schedule: str,
+        self, names: list[str], part_of: Callable[[int, int], Cost],
+        needs: Callable[[int, int, bool], tuple[float, int]], m: int, placement: list[int],
+        copying: Callable[..., Callable[[int, int], float]], schedule: str,
         modes: tuple[str, ...],
     ) -> Candidate:  # fmt: skip
         """Return the way with the fastest balance that fits, or with one that comes close.
@@ -275,13 +222,11 @@ class _Search(NamedTuple):
         again = [mode == "always" for mode in modes]
 
         def used(j: int, a: int, b: int) -> float:
-            part = part_of(a, b)
-            each = part.kept if again[j] else part.saved
-            fixed = part.parameters + (self.scale - 1) * part.trained + part.backward_peak
+            fixed, each = needs(a, b, again[j])
             return fixed + (keeps[j] - 1) * each
 
         each_block = [part_of(k, k + 1) for k in range(len(names))]
-        seconds = [block.forward + block.backward for block in each_block]
+        seconds = [block.seconds for block in each_block]
         extra = sum([block.forward for block in each_block]) / (sum(seconds) or 1.0)
         speeds = [1 / (1 + extra * is_again) for is_again in again]
         rooms = [math.inf] * n
@@ -303,7 +248,7 @@ class _Search(NamedTuple):
                 m,
                 modes[0] if len(set(modes)) == 1 else modes,
                 schedule,
-                _seconds(made, parts, copying(tuple([part.given for part in parts]))),
+                _seconds(made, parts, copying(tuple([total(part.inputs) for part in parts]))),
                 tuple(peaks(made, parts, self.scale, *self.sizes)),
             )
             tried[each.balance] = each
@@ -331,7 +276,7 @@ def _modes(n: int) -> Iterator[tuple[str, ...]]:
 
 
 def _seconds(
-    made: Plan, parts: Sequence[PartitionCost], copying: Callable[[int, int], float]
+    made: Plan, parts: Sequence[Cost], copying: Callable[[int, int], float]
 ) -> float:
     puts_off = WEIGHT in made.occurring_kinds
 

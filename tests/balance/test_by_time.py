@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipert.balance import balance_by_time, by_time, layer_times
+from pipert.balance import balance_by_time, layer_times, measure
 from tests.spending import CLOCK, Clock, spend
 
 EXTRA: list[float] = []
@@ -36,7 +36,7 @@ class Takes(nn.Module):
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    monkeypatch.setattr(by_time, "perf_counter", CLOCK)
+    monkeypatch.setattr(measure, "perf_counter", CLOCK)
     CLOCK.now = 0.0
     EXTRA.clear()
     return CLOCK
@@ -113,7 +113,7 @@ def test_a_gpu_is_idle_when_the_clock_is_read(monkeypatch: pytest.MonkeyPatch) -
         return 0.0
 
     monkeypatch.setattr(torch.cuda, "synchronize", wait)
-    monkeypatch.setattr(by_time, "perf_counter", clock)
+    monkeypatch.setattr(measure, "perf_counter", clock)
     layer_times(nn.Sequential(nn.Linear(4, 4)), torch.ones(2, 4), timeout=0)
     # A forward and a backward, twice, each from idle to idle; and the time that is left.
     assert log == ["read", *["cuda:0 is idle", "read"] * 8, "read"]

@@ -124,18 +124,18 @@ OF_MODELS = [
 
 OF_MEASURES = [
     Mutant(
-        "own-code-for-nothing", "pipert/balance/call_times.py",
+        "own-code-for-nothing", "pipert/balance/calls.py",
         "the backward of a loss inside the model counts for no partition",
-        "return 3 * seconds", "return seconds",
-        ("tests/balance/test_call_times.py",),
+        "Cost(seconds, 2 * seconds, 2 * seconds)", "Cost(seconds)",
+        ("tests/balance/test_calls.py",),
     ),
     Mutant(
-        "back-to-other-layers", "pipert/balance/by_time.py",
+        "back-to-other-layers", "pipert/balance/measure.py",
         "the backward of a layer that uses what another layer has kept goes on through that layer, "
         "too, and fails",
         "torch.autograd.grad(roots, wanted, ones, allow_unused=True)",
         "torch.autograd.backward(roots, ones)",
-        ("tests/balance/test_call_times.py",),
+        ("tests/balance/test_calls.py",),
     ),
     Mutant(
         "search-ends-early", "pipert/balance/blocks.py",

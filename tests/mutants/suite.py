@@ -39,7 +39,7 @@ FIRST = {
     "pipert/observe/": (
         "tests/cuda/test_copies_overlap.py", "tests/recording/test_pieces_on_a_gpu.py",
     ),
-    "pipert/balance/": ("tests/balance/test_probe.py", "tests/balance/test_by_time.py"),
+    "pipert/balance/": ("tests/balance/test_measure.py", "tests/balance/test_by_time.py"),
     "pipert/model/calls.py": ("tests/model/test_calls.py",),
     "pipert/layers/effects.py": (
         "tests/step/test_in_virtual_time.py", "tests/devices/test_out_of_memory.py",

@@ -14,14 +14,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import weight_norm
 
 from pipert.balance import Arguments, balance_by_size, balance_by_time, layer_sizes, layer_times
-from pipert.planning.layer_costs import layer_costs
+from pipert.balance.calls import measure_layers
+from pipert.balance.measure import measure_all
 from pipert.skip import pop, skippable, stash
 from tests.layers import Apply
 
 MEASURES: dict[str, Callable[[nn.Sequential, Any], Any]] = {
     "times": lambda module, sample: layer_times(module, sample, timeout=0),
     "sizes": lambda module, sample: layer_sizes(module, sample),
-    "costs": lambda module, sample: layer_costs(module, sample, None),
+    "costs": lambda module, sample: measure_layers(module, sample, None, measure_all),
 }
 
 measured = pytest.mark.parametrize("measure", MEASURES.values(), ids=MEASURES)
