@@ -45,14 +45,7 @@ def choose_cuts(
     Candidates are the elements of the model's outermost ``ModuleList``s, or of its ``Sequential``s
     if it has none, or else its children; other modules with parameters beside these, such as an
     embedding and a head; and the modules inside a candidate that takes longer than a partition
-    should, unless it is a block.
-
-    Args:
-        model: on any device, in the mode to measure; stays unchanged, see :func:`measure_calls`.
-        partitions: the number of devices.
-        example: the arguments of one micro-batch, see :func:`arguments_of`.
-        timeout: seconds to spend, after two or more forwards to warm up.
-        device: where to measure. Default: the first CUDA device, or the CPU if there is none.
+    should, unless it is a block. Measures for ``timeout`` seconds, after two forwards to warm up.
 
     Raises:
         ValueError: the model calls fewer candidates than there are partitions, or an argument is

@@ -97,14 +97,7 @@ def _unchanged(model: nn.Module, device: torch.device) -> Iterator[KeepingParame
 def measure_layers(
     module: nn.Sequential, value: Value, device: Device | None, measure: Measure[T]
 ) -> list[T]:
-    """Return what ``measure`` finds of each layer, in order, with grad enabled.
-
-    Args:
-        module: the layers.
-        value: the first layer's input: one micro-batch.
-        device: where to measure. Default: the first of ``Pipe``'s defaults.
-        measure: see :class:`Call`.
-    """
+    """Return what ``measure`` finds of each layer, in order, for one micro-batch."""
     check_module(module)
     verify_skippables(module)
     where = measuring_device(device, module)
@@ -115,9 +108,8 @@ def measure_layers(
         value = current.storages.copied(settled(value, where))
         for (name, layer), skips in zip(named, one_layer_each, strict=True):
             popped = tuple([stashed[key] for key, _ in skips.arriving])
-            found, (value, left) = current.call(
-                name, layer, Carried(as_arguments(value), popped), skips
-            )
+            inputs = Carried(as_arguments(value), popped)
+            found, (value, left) = current.call(name, layer, inputs, skips)
             results.append(found)
             stashed.update(zip([key for key, _ in skips.leaving], left, strict=True))
     return results
@@ -140,25 +132,24 @@ def measure_calls(
     Args:
         model, layers, begins: the model, its layers, and the names of those that begin a block.
         example: the arguments of one micro-batch.
-        device: where to measure.
-        measure: measures a call of a layer.
         then: gets the model's output, and counts as its own code: a loss.
         upstream: gets, by its name, the layers that each one's first arguments were computed from,
             and those of which that is unknown, as their outputs need no gradient.
         follows_values: whether to find the bytes that the model's own code saves, and those that it
             takes from earlier blocks, which makes that code slow.
     """
-    calls = _Calls(model, layers, begins, _Round(device, measure), upstream, follows_values)
+    made_by = {} if upstream is None else upstream
+    calls = _Calls(model, layers, begins, _Round(device, measure), made_by, follows_values)
     elsewhere = any(t.device != device for t in (*model.parameters(), *model.buffers()))
     with (
-        _unchanged(model, device) as keeping,
+        _unchanged(model, device) as calls.keeping,
         collecting_saved(calls.saved),
         intercepted(layers.values(), calls),
         calls.gathering if elsewhere else contextlib.nullcontext(),
         calls.own_code if follows_values else contextlib.nullcontext(),
     ):
-        calls.keeping = keeping
-        args, kwargs = calls.begin(settled(example, device))
+        args, kwargs = settled(example, device)
+        calls.begin_own_code()
         then(model(*args, **kwargs))
         calls.end_own_code(())
     return calls.costs()
@@ -197,27 +188,21 @@ class _Calls:
         layers: Mapping[str, nn.Module],
         begins: Collection[str],
         current: _Round,
-        upstream: dict[str, set[str]] | None,
+        upstream: dict[str, set[str]],
         follows_values: bool,
     ) -> None:
         self._model, self._begins, self._round = model, begins, current
         self._names = {layer: name for name, layer in layers.items()}
-        self._block, self._began, self._follows = _FIRST, 0.0, follows_values
+        self._follows, self._upstream = follows_values, upstream
+        self._block, self._began, self._made = _FIRST, 0.0, set[int]()
+        self._found: dict[str, list[Cost]] = {_FIRST: []}
+        self._weights = current.storages.sizes([*model.parameters(), *model.buffers()])
         self.saved, self._brought = list[Tensor](), list[Tensor]()
         """By the model's own code since the last layer, and for it from other devices."""
         self.gathering = Gathering(current.device, self._brought)
         self.own_code = _OwnCode(current.storages)
-        self._weights = current.storages.sizes([*model.parameters(), *model.buffers()])
-        self._made = set[int]()
-        self._upstream = {} if upstream is None else upstream
         self._unknown = set[str]()
         self._made_by = dict[Any, set[str]]()  # by an output's node, its layer and those upstream
-        self._found: dict[str, list[Cost]] = {_FIRST: []}
-
-    def begin(self, example: Arguments) -> Arguments:
-        """Start the clock before the model runs."""
-        self._begin_own_code()
-        return example
 
     def costs(self) -> dict[str, Cost]:
         """Return the costs of the blocks; weights of no layer that was called are the first's."""
@@ -226,12 +211,12 @@ class _Calls:
         if self._follows and found:
             first = next(iter(found))
             called = {key for cost in found.values() for key in cost.parameters}
-            rest: dict[str, Any] = weights_of(self._model)
-            rest = {name: without(sizes, called) for name, sizes in rest.items()}
+            rest: Any = {k: without(each, called) for k, each in weights_of(self._model).items()}
             found[first] = joined([Cost(**rest), found[first]])
         return found
 
-    def _begin_own_code(self) -> None:
+    def begin_own_code(self) -> None:
+        """Start the clock, before the model runs and behind each layer."""
         for notes in (self.saved, self._brought, self.own_code.used, self.own_code.made):
             notes.clear()
         self.own_code.is_paused = False
@@ -244,22 +229,17 @@ class _Calls:
         cost = Cost(seconds, 2 * seconds, 2 * seconds)  # rule 3
         if self._follows:
             storages = self._round.storages
-            saved = without(
-                storages.sizes(self.saved), self._weights, storages.sizes(self._brought)
-            )
+            brought = storages.sizes(self._brought)
+            saved = without(storages.sizes(self.saved), self._weights, brought)
             used = {k: b for k, b in self.own_code.used.items() if k in self._made}
             made = storages.alive(self.own_code.made)
             self._made |= made.keys()
             given = {k: b for k, b in storages.sizes(inputs).items() if k in made}
+            peak = 2 * total(saved) + total(given)
             cost = cost._replace(
-                inputs=used,
-                outputs=made,
-                saved=saved,
-                kept=saved,
-                forward_peak=total({**used, **saved, **given}),
-                backward_peak=2 * total(saved) + total(given),
-                split_peak=2 * total(saved) + total(given),
-            )
+                inputs=used, outputs=made, saved=saved, kept=saved,
+                forward_peak=total({**used, **saved, **given}), backward_peak=peak, split_peak=peak,
+            )  # fmt: skip
         self._found[self._block].append(cost)
 
     def call(self, module: nn.Module, call: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -282,7 +262,7 @@ class _Calls:
         nodes = [t.grad_fn for t in tensors_of(output)[0] if t.requires_grad]
         self._made_by.update(dict.fromkeys(nodes, upstream | {name}))
         self._unknown |= {name} if not nodes else set()
-        self._begin_own_code()
+        self.begin_own_code()
         return output.value
 
     def _sources(self, value: Value) -> set[str]:

@@ -29,15 +29,11 @@ __all__: list[str] = []
 def peaks(
     plan: Plan, costs: Sequence[Cost], scale: float, batch: int, targets: int = 0
 ) -> list[int]:
-    """Predict the peak of each worker's device.
+    """Predict the peak of each worker's device from the costs of partitions.
 
-    Args:
-        plan: the plan of a step.
-        costs: of each partition.
-        scale: the memory of a trained parameter with its ``.grad`` and the optimizer's state,
-            relative to that of the parameter alone.
-        batch: the bytes of the mini-batch, which is on the first device.
-        targets: the bytes of the targets, which are on the last one.
+    ``scale`` is the memory of a trained parameter with its ``.grad`` and the optimizer's state,
+    relative to that of the parameter alone; the mini-batch is on the first device, the targets are
+    on the last one.
     """
     tasks = _Tasks(plan, costs)
     live, most = Counter[int](), Counter[int]()
@@ -67,14 +63,15 @@ class _Tasks:
         self._saved = [total(cost.saved) for cost in costs]
         self._later = [total(cost.later) * self._defers for cost in costs]
         self._trained = [total(cost.trained) for cost in costs]
+        left = [(cost.saved, {**cost.inputs, **cost.kept}) for cost in costs]
         self._crossing = [
-            (source, j, total(sizes), total(without(sizes, costs[source].saved)))
+            (source, j, total(sizes), *[total(without(sizes, own)) for own in left[source]])
             for j in range(plan.n)
             for source, sizes in self._sources(j)
             if plan.placement[source] != plan.placement[j]
         ]
-        """From where to where, on another device, come how many bytes, and how many of these are
-        not saved where they come from."""
+        """From where to where, on another device, come how many bytes; and how many of these stay
+        for this alone, if all is saved there, and if it is recomputed."""
 
     def _sources(self, j: int) -> Iterator[tuple[int, Sizes]]:
         left = self._costs[j].inputs
@@ -112,8 +109,8 @@ class _Tasks:
         else:
             yield j, -self._later[j]
         # Outputs wait to be copied by the next forward, and gradients by the next backward.
-        for source, to, size, unsaved in self._crossing:
-            left = size if i < self._plan.recomputed[source] else unsaved
+        for source, to, size, unsaved, unkept in self._crossing:
+            left = unkept if i < self._plan.recomputed[source] else unsaved
             if kind == FORWARD and j in (source, to):
                 yield source, left if j == source else -left
             elif kind == BACKWARD and j in (source, to):
