@@ -18,11 +18,10 @@ from pipert.balance.calls import (
     measure_calls,
     measure_layers,
     measuring_device,
-    micro_batches,
 )
 from pipert.balance.cost import Cost, joined, medians
 from pipert.balance.measure import measure_all
-from pipert.model.calls import settled
+from pipert.batch.microbatch import Arguments
 from pipert.model.split import check_module
 
 __all__: list[str] = []
@@ -30,22 +29,20 @@ __all__: list[str] = []
 LossFn = Callable[..., Tensor] | None
 Blocks = dict[str, Cost]
 """The costs of blocks, by the name of the layer or module with which each begins."""
-CostsFor = Callable[[int], Blocks]
-"""Returns the costs of blocks for a number of micro-batches."""
+CostsFor = Callable[[Value, Value], Blocks]
+"""Returns the costs of blocks for a micro-batch and its target."""
 
 
-def costs_of_layers(
-    model: Any, example: Value, loss_fn: LossFn, target: Value, d: int, where: torch.device
-) -> CostsFor:
+def costs_of_layers(model: Any, loss_fn: LossFn, d: int, where: torch.device) -> CostsFor:
     """Measure the layers of a Sequential for ``d`` devices; each is a block."""
     check_module(model)
     check_partitions(d, len(model))
 
-    def costs_for(m: int) -> Blocks:
-        value, named = micro_batches(example, m)[0], [*model._modules.items()]
+    def costs_for(value: Value, target: Value) -> Blocks:
+        named, last = [*model._modules.items()], len(model) - 1
         if loss_fn is not None:  # as a layer, which stays with the last one
-            named.append(("loss_fn", _Loss(loss_fn, _first(target, m, where))))
-        layers, last = nn.Sequential(OrderedDict(named)), len(model) - 1
+            named.append(("loss_fn", _Loss(loss_fn, target)))
+        layers = nn.Sequential(OrderedDict(named))
 
         def measure(_: bool) -> Blocks:
             costs = measure_layers(layers, value, where, measure_all)
@@ -57,24 +54,21 @@ def costs_of_layers(
 
 
 def costs_of_model(
-    model: nn.Module, example: Value, loss_fn: LossFn, target: Value, d: int, where: torch.device
+    model: nn.Module, loss_fn: LossFn, d: int, where: torch.device, first: Arguments
 ) -> CostsFor:
-    """Find and measure the blocks of any other model."""
+    """Find the blocks of any other model with a ``first`` micro-batch, and measure them."""
     measuring_device(where, model)  # refuses parameters without values
     layers, begins = {"": model}, [""]
     if d > 1:
-        first = as_arguments(micro_batches(example, d)[0])
         layers, begins = find_blocks(model, d, first, where, 2)
 
-    def costs_for(m: int) -> Blocks:
-        value, aim = as_arguments(micro_batches(example, m)[0]), _first(target, m, where)
-
+    def costs_for(value: Value, target: Value) -> Blocks:
         def loss(output: Value) -> Value:
-            return output if loss_fn is None else loss_fn(output, aim)
+            return output if loss_fn is None else loss_fn(output, target)
 
         def measure(follows_values: bool) -> Blocks:
             return measure_calls(
-                model, layers, begins, value, where, measure_all,
+                model, layers, begins, as_arguments(value), where, measure_all,
                 then=loss, follows_values=follows_values,
             )  # fmt: skip
 
@@ -104,11 +98,6 @@ def _without_caches(model: nn.Module) -> Iterator[None]:
     finally:
         for config in ones:
             config.use_cache = True
-
-
-def _first(target: Value, m: int, where: torch.device) -> Value:
-    """Return the target of the first micro-batch."""
-    return None if target is None else settled(micro_batches(target, m)[0], where)
 
 
 class _Loss(nn.Module):

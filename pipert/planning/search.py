@@ -18,11 +18,12 @@ from pipert._torch import NormBase
 from pipert._typing import Device, Value
 from pipert.balance.blocks import minimise_longest_block
 from pipert.balance.by_cost import check_partitions
-from pipert.balance.calls import copy_of, micro_batches
+from pipert.balance.calls import as_arguments, copy_of, micro_batches
 from pipert.balance.cost import Cost, joined, total
 from pipert.balance.measure import Storages, now
 from pipert.batch.microbatch import arguments_of
 from pipert.batch.tensors import tensors_of
+from pipert.model.calls import settled
 from pipert.model.devices import parse_devices, where_tensors_are
 from pipert.model.settings import check_chunks
 from pipert.model.split import is_sequential
@@ -101,19 +102,25 @@ def plan_for(
     limits = limits_of(memory, len(names))
     if isinstance(loss_fn, nn.Module):  # with class weights, perhaps
         loss_fn = copy_of(loss_fn, where[0])
-    prepare, is_cut = costs_of_layers, not is_sequential(model)
+    d, is_cut = len(names), not is_sequential(model)
     if is_cut:
-        prepare, example = costs_of_model, arguments_of(example)
-    costs_for = prepare(model, example, loss_fn, target, len(names), where[0])
+        example = arguments_of(example)
+        first = as_arguments(micro_batches(example, d)[0])
+        costs_for = costs_of_model(model, loss_fn, d, where[0], first)
+    else:
+        costs_for = costs_of_layers(model, loss_fn, d, where[0])
     rows = min([len(tensor) for tensor in tensors_of(example)[0] if tensor.dim()], default=1)
     if any(isinstance(module, NormBase) and module.training for module in model.modules()):
         rows //= 2  # statistics need two
-    tried = chunks or [k * len(names) for k in (1, 2, 4, 8) if k * len(names) <= rows] or [1]
+    tried = chunks or [k * d for k in (1, 2, 4, 8) if k * d <= rows] or [1]
     # Several numbers of chunks may make the same micro-batches.
-    different = {len(micro_batches(example, m)): m for m in map(check_chunks, tried)}
+    split = [micro_batches(example, m) for m in map(check_chunks, tried)]
     sizes = [sum(tensor.nbytes for tensor in tensors_of(x)[0]) for x in (example, target)]
     search = partial(_Search, names, limits, param_scale, sizes, is_cut)
-    found = [each for m in different for each in search(m, costs_for(m)).candidates()]
+    found = list[Candidate]()
+    for m, value in {len(batches): batches[0] for batches in split}.items():
+        aim = None if target is None else settled(micro_batches(target, m)[0], where[0])
+        found += search(m, costs_for(value, aim)).candidates()
     fit = [each for each in found if not _excess(each, limits)]
     if not fit:
         least = min(found, key=lambda each: _excess(each, limits))

@@ -65,6 +65,16 @@ def test_a_minority_of_disturbed_rounds_does_not_count(clock: Clock) -> None:
     assert layer_times(module, SAMPLE, timeout=1000) == [2, 3]
 
 
+def test_equal_layers_take_as_long_unless_one_is_slower_in_each_round(clock: Clock) -> None:
+    class Other(Takes):
+        pass
+
+    layers = Takes(1, 1), Takes(1.125, 1), Other(1.125, 1), Takes(2, 1), Takes(1, 1, disturbed=True)
+    EXTRA[:] = [50, 50, 50, 0]
+    assert layer_times(nn.Sequential(*layers), SAMPLE, timeout=3500) == [2, 2, 2.125, 3, 2]
+    assert not EXTRA
+
+
 def test_layers_are_measured_round_by_round_until_the_time_is_over(clock: Clock) -> None:
     calls = []
 
