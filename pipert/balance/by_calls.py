@@ -1,11 +1,13 @@
 """Chooses where to cut a model that is not a Sequential, by measured times.
 
 The model need not name its lists of blocks: they are the outermost ``ModuleList``s (``_pp_plan`` of
-transformers names the same ones). A list inside an element, such as one of experts, is no place to
-cut, unless the element takes more than a partition's share. Then it is cut inside if it stands
-alone, as a backbone does. If it is one of several of its class, it is a block and stays whole, but
-for a stage, which has a list of blocks of its own. In any case the pieces are computed one from
-another: experts, which all get the input of their block, are no places to cut.
+transformers names the same ones), or its ``Sequential``s if it has none, or else its children.
+Other modules with parameters, such as an embedding and a head, are candidates, too. A list inside
+an element, such as one of experts, is no place to cut, unless the element takes more than a
+partition's share. Then it is cut inside if it stands alone, as a backbone does. If it is one of
+several of its class, it is a block and stays whole, but for a stage, which has a list of blocks of
+its own. In any case the pieces are computed one from another: experts, which all get the input of
+their block, are no places to cut.
 """
 
 from __future__ import annotations
@@ -42,10 +44,7 @@ def choose_cuts(
 ) -> list[str]:
     """Returns the names of the modules at which to cut, so that the slowest partition is fastest.
 
-    Candidates are the elements of the model's outermost ``ModuleList``s, or of its ``Sequential``s
-    if it has none, or else its children; other modules with parameters beside these, such as an
-    embedding and a head; and the modules inside a candidate that takes longer than a partition
-    should, unless it is a block. Measures for ``timeout`` seconds, after two forwards to warm up.
+    Measures for ``timeout`` seconds, after two forwards to warm up.
 
     Raises:
         ValueError: the model calls fewer candidates than there are partitions, or an argument is
