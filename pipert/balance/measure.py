@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import contextvars
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from functools import partial
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,8 @@ from pipert.skip.routes import PartitionSkips
 from pipert.skip.store import of_task
 
 __all__: list[str] = []
+
+T = TypeVar("T")
 
 
 class Storages:
@@ -115,9 +118,7 @@ def repeated(measure: Callable[[], Sequence[Cost]], timeout: float) -> list[floa
 def time_once(call: Call) -> tuple[Cost, Carried]:
     """Measure times, computing once: arguments may remember it, as a cache of keys does."""
     inputs = call.fresh_inputs()
-    meter = _Meter(call.device, counts_bytes=False)
-    output = call.forward(inputs)
-    forward, _ = meter.read()
+    output, forward, _ = _metered(call.device, partial(call.forward, inputs), False)
     backward, _ = _backward(call, inputs, output, counts_bytes=False)
     return Cost(forward, backward, kind=call.kind), output
 
@@ -138,10 +139,9 @@ def _backward(
     if not roots or not wanted:
         return 0.0, 0
     ones = [torch.ones_like(root) for root in roots]
-    meter = _Meter(call.device, counts_bytes)
     # Only to these: a cache may lead to other layers, whose backward has already run.
-    torch.autograd.grad(roots, wanted, ones, allow_unused=True)
-    return meter.read()
+    run = partial(torch.autograd.grad, roots, wanted, ones, allow_unused=True)
+    return _metered(call.device, run, counts_bytes)[1:]
 
 
 def measure_sizes(call: Call) -> tuple[Cost, Carried]:
@@ -171,25 +171,19 @@ def measure_all(call: Call) -> tuple[Cost, Carried]:
     cost, output = measure_sizes(call)
     refuse_changes(objects)  # before it is called again
     inputs = call.fresh_inputs()
-    meter = _Meter(call.device)
-    again = call.forward(inputs)
-    forward, forward_extra = meter.read()
+    again, forward, forward_extra = _metered(call.device, partial(call.forward, inputs))
     backward, backward_extra = _backward(call, inputs, again)
     del again
     inputs = call.fresh_inputs()
     roots, _ = differentiable(call.forward(inputs))
     ones = [torch.ones_like(root) for root in roots]
-    meter = _Meter(call.device)
-    uses = _defer(inputs, roots, ones)
-    split, split_extra = meter.read()
+    uses, split, split_extra = _metered(call.device, partial(_defer, inputs, roots, ones))
     sizes = call.storages.sizes
     weights = sizes([*call.layer.parameters(), *call.layer.buffers()])
     arriving = sizes([use.dy.tensor for use in uses])
     later = without({**sizes([use.x.tensor for use in uses]), **arriving}, weights)
     deferred = sum({id(leaf): leaf.nbytes for use in uses for leaf in use.leaves}.values())
-    meter = _Meter(call.device)
-    compute_later(uses)
-    weight, _ = meter.read()
+    _, weight, _ = _metered(call.device, partial(compute_later, uses))
     made = without(cost.outputs, cost.inputs)
     if call.device.type != "cuda":  # nobody counts
         forward_extra = total(made) + total(without(cost.saved, cost.inputs, made))
@@ -210,6 +204,7 @@ def measure_all(call: Call) -> tuple[Cost, Carried]:
 
 
 def weights_of(module: nn.Module) -> dict[str, Any]:
+    """Return the bytes of parameters and buffers, and of those that are trained."""
     weights = [*module.parameters(), *module.buffers()]
     return {
         "parameters": {id(tensor): tensor.nbytes for tensor in weights},
@@ -232,21 +227,18 @@ def _defer(inputs: Carried, roots: Sequence[Tensor], ones: Sequence[Tensor]) -> 
     return put_off.differentiate(run, wanted, edges, ones)[1]
 
 
-class _Meter:
-    """Measures seconds, and on a GPU the peak of bytes beyond those at the start."""
-
-    def __init__(self, device: torch.device, counts_bytes: bool = True) -> None:
-        self._device, self._bytes, self._counts = device, 0, counts_bytes and device.type == "cuda"
-        if self._counts:
-            torch.cuda.reset_peak_memory_stats(device)
-            self._bytes = torch.cuda.memory_allocated(device)
-        self._begin = now(device)
-
-    def read(self) -> tuple[float, int]:
-        seconds = now(self._device) - self._begin
-        if not self._counts:
-            return seconds, 0
-        return seconds, torch.cuda.max_memory_allocated(self._device) - self._bytes
+def _metered(
+    device: torch.device, run: Callable[[], T], counts_bytes: bool = True
+) -> tuple[T, float, int]:
+    """Run; return the result, the seconds, and on a GPU the peak of bytes beyond those before."""
+    counts_bytes, before = counts_bytes and device.type == "cuda", 0
+    if counts_bytes:
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+    begin = now(device)
+    result = run()
+    seconds = now(device) - begin
+    return result, seconds, torch.cuda.max_memory_allocated(device) - before if counts_bytes else 0
 
 
 def now(device: torch.device) -> float:

@@ -133,8 +133,8 @@ OF_MEASURES = [
         "back-to-other-layers", "pipert/balance/measure.py",
         "the backward of a layer that uses what another layer has kept goes on through that layer, "
         "too, and fails",
-        "torch.autograd.grad(roots, wanted, ones, allow_unused=True)",
-        "torch.autograd.backward(roots, ones)",
+        "torch.autograd.grad, roots, wanted, ones, allow_unused=True",
+        "torch.autograd.backward, roots, ones",
         ("tests/balance/test_calls.py",),
     ),
     Mutant(
