@@ -46,9 +46,6 @@ def balance_by_time(
         partitions: the number of devices.
         module, sample, timeout, device: see :func:`layer_times`.
 
-    Returns:
-        The number of layers in each partition.
-
     Raises:
         ValueError, TypeError: as for :func:`layer_times` and :func:`balance_by_cost`.
     """
@@ -155,23 +152,17 @@ def layer_sizes(
     """Measures the memory that each layer needs, tensor by tensor.
 
     The result is nearly the same on any device; kernels of different devices may save different
-    tensors, such as masks. Copies of the layers run, with the layers' forward hooks: the
-    module, its gradients, buffers and mode, and torch's random state stay unchanged.
+    tensors, such as masks. Copies of the layers run, as in :func:`layer_times`.
 
     Args:
-        module: on any device. May have skips, layers that work in place and any pytree between
-            layers.
-        sample: the first layer's mini-batch, on any device: any pytree, or :class:`Arguments` if it
-            takes several.
+        module: see :func:`layer_times`.
+        sample: the first layer's mini-batch, see there.
         chunks: the number of micro-batches. Activations are those of one.
-        device: where to run the layers, one at a time. Default: the first CUDA device, or
-            the CPU if there is none. On ``'meta'`` nothing is computed and no memory is needed.
+        device: see there. On ``'meta'`` nothing is computed and no memory is needed.
 
     Raises:
-        TypeError: ``module`` is not a plain ``nn.Sequential``, or stashes and pops do not match.
-        ValueError: ``chunks`` is below one, the device does not exist, or a layer has
-            uninitialised lazy parameters.
-        Exception: whatever a layer raises, with a note that names the layer.
+        ValueError: ``chunks`` is below one.
+        ValueError, TypeError, Exception: as for :func:`layer_times`.
     """
     first = micro_batches(sample, check_chunks(chunks))[0]
     known, sizes = set[int](), []
@@ -198,15 +189,13 @@ def crossing_sizes(
     >>> balance = balance_by_cost(times, 2, crossing=crossing)  # doctest: +SKIP
 
     Args:
-        module, device: see :func:`layer_sizes`.
-        sample: the first layer's input, as large as one micro-batch, on any device: any pytree, or
-            :class:`Arguments` if it takes several.
+        module, sample, device: see :func:`layer_times`, and on ``'meta'`` :func:`layer_sizes`.
 
     Returns:
         The bytes before each layer, for ``balance_by_cost(crossing=...)``.
 
     Raises:
-        ValueError, TypeError, Exception: as for :func:`layer_sizes`.
+        ValueError, TypeError, Exception: as for :func:`layer_times`.
     """
     (value,) = micro_batches(sample, 1)
     layers = measure_layers(module, value, device, _measure)
