@@ -182,19 +182,21 @@ class _Search:
         self._again = sum([block.forward for block in blocks]) / (sum(self._seconds) or 1.0)
         """What a recomputation takes of the time of the rest."""
 
-        @cache
-        def part_of(a: int, b: int) -> Cost:
-            return blocks[a] if b == a + 1 else joined([part_of(a, b - 1), blocks[b - 1]])
+        last: tuple[int, int, Cost] = 0, 1, blocks[0]
 
         @cache
-        def needs(a: int, b: int, is_recomputed: bool) -> tuple[float, int]:
-            """Return the bytes of the weights and of a task, and of each micro-batch."""
-            part = part_of(a, b)
-            each = {**part.inputs, **part.kept} if is_recomputed else part.saved
+        def needs(a: int, b: int) -> tuple[float, int, int]:
+            """Return the bytes of the weights and of a task, and of each micro-batch: of one that
+            is saved, and of one that is recomputed."""
+            nonlocal last
+            follows = last[:2] == (a + 1, b)  # as blocks are asked for
+            part = joined([blocks[a], last[2]]) if follows else joined(blocks[a:b])
+            last = a, b, part
             weights = total(part.parameters) + (scale - 1) * total(part.trained)
-            return weights + part.backward_peak, total(each)
+            kept = total({**part.inputs, **part.kept})
+            return weights + part.backward_peak, total(part.saved), kept
 
-        self._part_of, self._needs = part_of, needs
+        self._part_of, self._needs = cache(lambda a, b: joined(blocks[a:b])), needs
         self._copy_time = cache(_copy_time)
 
     def candidates(self) -> Iterator[Candidate]:
@@ -229,8 +231,8 @@ class _Search:
         tried = dict[tuple[int, ...], Candidate]()
 
         def used(j: int, a: int, b: int) -> float:
-            fixed, each = self._needs(a, b, modes[j] == "always")
-            return fixed + (keeps[j] - 1) * each
+            fixed, saved, kept = self._needs(a, b)
+            return fixed + (keeps[j] - 1) * (kept if modes[j] == "always" else saved)
 
         def fits(j: int, a: int, b: int) -> bool:
             return used(j, a, b) <= rooms[j]
