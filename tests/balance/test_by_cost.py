@@ -241,28 +241,6 @@ def test_integers_beyond_the_floats_are_taken() -> None:
     assert balance_by_cost([10**400, 10**400, 2 * 10**400], 2) == [2, 1]
 
 
-LAYERS, DEVICES = 300, 8
-LARGE: dict[str, Callable[[random.Random], list[float]]] = {
-    "random": lambda r: [r.random() for _ in range(LAYERS)],
-    "one huge, middle": lambda r: [r.random() if k != 150 else 1e6 for k in range(LAYERS)],
-    "growing": lambda r: [2.0 ** (k // 2) for k in range(LAYERS)],
-    "all magnitudes": lambda r: [2.0 ** r.randint(-500, 500) for _ in range(LAYERS)],
-    "few not zero": lambda r: [r.random() * (r.random() < 0.02) for _ in range(LAYERS)],
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", LARGE)
-def test_many_layers_are_split_as_well_as_can_be(kind: str) -> None:
-    r = random.Random(0)
-    costs = LARGE[kind](r)
-    check_optimal(balance_by_cost(costs, DEVICES), costs, [1] * DEVICES)
-    speeds = [r.uniform(1, 2) * (1 if k % 2 else 0.02) for k in range(DEVICES)]
-    crossing = [r.choice((0.0, r.random())) for _ in range(LAYERS)]
-    counts = balance_by_cost(costs, DEVICES, speeds=speeds, crossing=crossing)
-    check_optimal(counts, costs, speeds, crossing, [*crossing[1:], 0])
-
-
 # What is refused.
 
 
