@@ -14,18 +14,17 @@ from dataclasses import dataclass
 from functools import cache, partial
 from itertools import product
 from typing import Any
+from unittest import mock
 
 import torch
-from _layer_costs import Bytes, Times, layer_bytes, layer_times
 from _models import AMOEBANET, UNET, Model, for_torchgpipe
-from _paper import Setting
-from _predict import Link, Prediction, predict
 from _virtual import GPUS, Case, Machine
 from models.gpt import VOCABULARY, ModelConfig, build_model
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from pipert.balance import balance_by_cost
+from pipert.balance import balance_by_cost, layer_times, measure
+from pipert.batch.tensors import tensors_of
 
 __all__ = ["P40", "WORKLOADS", "Workload"]
 
@@ -63,14 +62,9 @@ class Workload:
 
     def case(self, n: int, m: int) -> Case:
         """Makes a case with the best balance for the layers' virtual seconds."""
-        balance = tuple(balance_by_cost(self.times().total, n))
+        balance = tuple(balance_by_cost(self.times(), n))
         rows = max(m, self.rows)
         return Case(self.build, partial(self.batch, rows), balance, m, self.for_peer)
-
-    def prediction(self, setting: Setting, balance: Sequence[int]) -> Prediction:
-        """Predicts a setting with the simulator, from the layers' virtual seconds."""
-        link = Link(1e9 * self.rates().link_gbps, 0.0)
-        return predict(setting, balance, self.times(), self.bytes(), link)
 
     @cache  # noqa: B019  the few workloads live as long as the process
     def rates(self) -> Machine:
@@ -87,17 +81,11 @@ class Workload:
         )
 
     @cache  # noqa: B019
-    def bytes(self) -> Bytes:
-        """Returns the bytes of each layer, for one sample."""
-        with torch.device("meta"):
-            return layer_bytes(self.build().eval(), self.batch(1).to("meta"))
-
-    @cache  # noqa: B019
-    def times(self) -> Times:
-        """Returns the virtual seconds of each layer, for one sample."""
+    def times(self) -> list[float]:
+        """Returns the virtual seconds of each layer."""
         GPUS.rates(**self.rates().rates())
-        sample = self.batch(self.rows)
-        return layer_times(self.build(), sample, torch.device("cuda:0"), 1, lambda: None, _now)
+        with mock.patch.object(measure, "now", _now):
+            return layer_times(self.build(), self.batch(self.rows), timeout=0, device="cuda:0")
 
 
 def _now(device: torch.device) -> float:
@@ -106,10 +94,13 @@ def _now(device: torch.device) -> float:
 
 def _work(module: nn.Sequential, sample: Tensor) -> tuple[float, float]:
     """Counts the FLOPs of a forward, and the bytes of the layers' outputs."""
-    sizes = layer_bytes(module, sample)
+    value, size = sample, 0
     with FlopCounterMode(display=False) as counter:
-        module(sample)
-    return counter.get_total_flops(), sum(sizes.outputs)
+        for layer in module:
+            value = layer(value)
+            storages = [t.untyped_storage() for t in tensors_of(value)[0]]
+            size += sum({s._cdata: s.nbytes() for s in storages}.values())
+    return counter.get_total_flops(), size
 
 
 # Stages that sleep --------------------------------------------------------------------------------

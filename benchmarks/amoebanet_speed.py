@@ -18,7 +18,7 @@ __all__ = ["main"]
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints both tables."""
     title = "AmoebaNet-D (18, 256), speed"
-    experiment = Experiment(title, AMOEBANET, AMOEBANET_SPEED, baseline=26.733, gpipe=True)
+    experiment = Experiment(title, AMOEBANET, AMOEBANET_SPEED)
     return run(experiment, __doc__, argv)
 
 

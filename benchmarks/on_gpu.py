@@ -35,7 +35,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as recomputed
 
 import pipert
-from pipert.check import machine
+from pipert.check import command
 from pipert.check.ways import Devices
 
 __all__ = ["main"]
@@ -409,7 +409,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     devices = Devices(tuple(partitions))
     program = Program(devices, arguments.short, arguments.out)
     remarks = ["--short: tried, not measured"] if arguments.short else []
-    about = [*machine.description(devices), *remarks]
+    about = [*command.description(devices), *remarks]
     found = []
     for measure in program.sections():
         begin = time.monotonic()

@@ -34,8 +34,6 @@ import _virtual_host as host  # noqa: E402
 import torch  # noqa: E402
 from _ablation import PARTS  # noqa: E402
 from _measure import Row, header, report, verdict  # noqa: E402
-from _paper import AMOEBANET_SPEED, UNET_SPEED  # noqa: E402
-from _predict import best_balance  # noqa: E402
 from _virtual_models import WORKLOADS, Workload  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
@@ -167,35 +165,8 @@ def hosts(arguments: argparse.Namespace) -> tuple[list[str], list[Figures]]:
     return [], found
 
 
-def papers(arguments: argparse.Namespace) -> tuple[list[str], list[Figures]]:
-    """Prints the simulator's predictions of the paper's settings on the simulated machine."""
-    all_found = []
-    columns = (
-        *("setting", "paper, samples/s", "predicted", "with the paper's balance"),
-        *("paper, speed-up", "predicted", "with the paper's balance"),
-    )
-    for name, settings in (("unet", UNET_SPEED), ("amoebanet", AMOEBANET_SPEED)):
-        workload = WORKLOADS[name]
-        found = []
-        for setting in settings:
-            best = best_balance(workload.times(), setting)
-            both = [workload.prediction(setting, of).throughput for of in (best, setting.balance)]
-            found.append([setting.throughput or 0.0, *both])
-        table = []
-        for setting, throughputs in zip(settings, found, strict=True):
-            ups = [now / first for now, first in zip(throughputs, found[0], strict=True)]
-            cells = (*(f"{t:.1f}" for t in throughputs), *(f"{up:.2f}" for up in ups))
-            table.append(Row((setting.name, *cells)))
-            names = ("paper", "predicted", "with_paper_balance")
-            all_found.append({"model": name, "setting": setting.name,
-                              **dict(zip(names, throughputs, strict=True))})  # fmt: skip
-        title = f"{workload.name}: predicted from its layers, simulated at 1/16 of its width"
-        report(f"{title} ({workload.rates()})", columns, table)
-    return [], all_found
-
-
 Table = Callable[[argparse.Namespace], tuple[list[str], list[Figures]]]
-TABLES: dict[str, Table] = {"speed": speeds, "ablation": ablations, "host": hosts, "paper": papers}
+TABLES: dict[str, Table] = {"speed": speeds, "ablation": ablations, "host": hosts}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

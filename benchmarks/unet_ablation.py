@@ -1,9 +1,8 @@
 """Measures what each part of the runtime is worth: the paper's section 4.1, U-Net (5, 64).
 
-The parts are switched on one after the other, *clock only* first. Four devices are simulated; on
-the available devices, four pipes with the same switches run in turn. ``--picture`` draws the four
-timelines, as the paper's figure does: the real ones if there are four devices, else the simulated
-ones. With ``--devices cuda:0,cpu`` one GPU is enough to see copies beside computation.
+The parts are switched on one after the other, *clock only* first: four pipes with these switches
+run in turn. ``--picture`` draws the four timelines, as the paper's figure does. With ``--devices
+cuda:0,cpu`` one GPU is enough to see copies beside computation.
 
 *Clock only* and *+ fork/join* differ in the paper but not here. Autograd picks the ready node
 created last. A worker of pipert creates the nodes of its micro-batches one after the other, and a
@@ -18,22 +17,19 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from copy import deepcopy
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from statistics import median
 
 import torch
 from _ablation import PARTS, only
-from _experiments import GIB, Experiment, assumptions, costs_of, options, parse, speed_of, write
+from _experiments import options, parse, write
 from _measure import Row, report, take_turns
 from _models import UNET
-from _paper import ABLATION, UNET_SPEED
-from _predict import Link, Prediction, best_balance, predict
-from _simulator import Simulation
+from _paper import ABLATION
 from _steps import by_autograd, one_peak, one_step
 
-from pipert import Event, Pipe, Timeline
+from pipert import Pipe, Timeline
 from pipert.balance import balance_by_time
 from pipert.timeline.picture import save_picture
 
@@ -42,52 +38,15 @@ __all__ = ["main"]
 CPU_ROWS, CPU_CHUNKS = 1, 4  # samples of a micro-batch, and micro-batches
 
 
-def timeline_of(simulation: Simulation) -> Timeline:
-    """Converts a simulation to the timeline that a recording of four GPUs would give."""
-    devices = [torch.device("cuda", j) for j in range(simulation.plan.n)]
-    events = [
-        Event(
-            *(task.kind, task.i, task.j, devices[task.j], task.start, task.end),
-            source=None if task.source is None else devices[task.source],
-            origin=task.source,
-            bytes=task.bytes,
-        )
-        for task in simulation.tasks
-    ]
-    return Timeline(events, devices)
-
-
-def simulated(arguments: argparse.Namespace) -> dict[str, Prediction]:
-    """Predicts and prints what each part is worth on four simulated devices."""
-    experiment = Experiment("", UNET, UNET_SPEED, baseline=28.5)
-    times, sizes = costs_of(experiment, arguments)
-    link = Link(1e9 * arguments.bandwidth, 1e-6 * arguments.latency)
-    speed = speed_of(experiment, arguments, times, sizes, link)
-    found = {
-        setting.name: predict(
-            *(setting, best_balance(times, setting), times, sizes, link),
-            speed=speed,
-            copy_streams=PARTS[setting.name].copy_streams,
-            direct_skips=PARTS[setting.name].direct_skips,
-        )
-        for setting in ABLATION
-    }
-    base = found["clock only"].throughput
-    table = []
-    for setting in ABLATION:
-        one = found[setting.name]
-        cells = [setting.name, f"{setting.throughput:.1f}", f"{one.throughput:.1f}"]
-        cells += [f"{setting.speed_up:.2f}", f"{one.throughput / base:.2f}"]
-        cells += [f"{setting.utilisation:.0%}", f"{1 - one.simulation.bubble:.0%}"]
-        cells += [f"{setting.memory:.1f}", f"{sum(one.peaks) / GIB:.1f}"]
-        table.append(Row(tuple(cells)))
-    columns = (
-        *("parts", "paper, samples/s", "predicted", "paper, speed-up", "predicted"),
-        *("paper, utilisation", "predicted", "paper, GiB", "predicted"),
-    )
-    print(assumptions(arguments, speed), end="\n\n")
-    report("U-Net (5, 64), four devices, batch 128, m=8: simulated", columns, table)
-    return found
+def papers() -> None:
+    """Prints what each part is worth in the paper."""
+    table = [
+        Row((each.name, f"{each.throughput:.1f}", f"{each.speed_up:.2f}",
+             f"{each.utilisation:.0%}", f"{each.memory:.1f}"))
+        for each in ABLATION
+    ]  # fmt: skip
+    columns = ("parts", "samples/s", "speed-up", "utilisation", "GiB")
+    report("U-Net (5, 64), four devices, batch 128, m=8: the paper's", columns, table)
 
 
 def here(arguments: argparse.Namespace) -> tuple[dict[str, dict[str, float]], dict[str, Timeline]]:
@@ -146,23 +105,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = options(__doc__)
     parser.add_argument("--picture", type=Path, help="where to draw the timelines; .png or .svg")
     arguments = parse(parser, argv)
-    predictions = simulated(arguments)
+    papers()
     figures, timelines = here(arguments)
-    if len(arguments.devices) != len(ABLATION[0].balance):
-        timelines = {name: timeline_of(one.simulation) for name, one in predictions.items()}
     if arguments.picture is not None:
         save_picture(timelines, arguments.picture)
         print(f"wrote {arguments.picture}")
-    found = [
-        {
-            "paper": asdict(one.setting),
-            "throughput": one.throughput,
-            "utilisation": 1 - one.simulation.bubble,
-            "peaks": one.peaks,
-        }
-        for one in predictions.values()
-    ]
-    write(arguments, predicted=found, measured=figures)
+    write(arguments, measured=figures)
     return 0
 
 

@@ -4,9 +4,6 @@
 and transformer blocks, ``never`` recomputed. Each worker has one thread, so what it gains is the
 wait that it fills.
 
-**Predictions.** What ``timeline.fit`` predicts for its schedule, of the time that a step then
-takes; layers take 5 ms and more.
-
 **Host cost.** A stage of 100 Linears of different widths, one micro-batch: how long ``B`` and ``W``
 take together, of ``B`` under ``'1f1b'``, by recordings.
 """
@@ -25,12 +22,10 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss as loss
 
 from pipert import Pipe
-from pipert.schedules.plan import Schedule
 
 __all__ = ["main"]
 
 SCHEDULES = ("1f1b", "zb-h1")
-OFF = 0.1  # how far a prediction may be off
 WORST = 1.01  # the highest permitted ratio where no other is given
 
 
@@ -77,30 +72,6 @@ def step(make: Callable[[], tuple[nn.Sequential, Tensor]], m: int, repeats: int)
     return [_row(make.__name__, f"m={m}", plain, apart, bar)]
 
 
-def prediction(repeats: int) -> list[Row]:
-    """Measures what ``fit`` predicts."""
-    layers = nn.Sequential(*[nn.Sequential(nn.Linear(512, 512), nn.Tanh()) for _ in range(6)])
-    x = torch.randn(4096, 512)
-    target = torch.zeros_like(x)
-
-    def seconds(schedule: str | Schedule) -> float:
-        begin = time.perf_counter()
-        pipe.forward_backward(x, target=target, loss_fn=loss, schedule=schedule)
-        return time.perf_counter() - begin
-
-    with Pipe(layers, [4, 2], devices=["cpu"] * 2, chunks=4, checkpoint="never") as pipe:
-        seconds("zb-h1")
-        with pipe.record() as timeline:
-            for _ in range(repeats):
-                seconds("zb-h1")
-        fitted = timeline.fit(memory=3)
-        measured = median(seconds(fitted) for _ in range(repeats))
-    predicted = fitted.predictions[0].seconds
-    ratio = predicted / measured
-    missed = (f"predicted {ratio:.3f} of the time",) if abs(ratio - 1) > OFF else ()
-    return [Row((f"{1e3 * measured:.1f}", f"{1e3 * predicted:.1f}", f"{ratio:.3f}"), missed)]
-
-
 def host_cost(width: int, repeats: int) -> list[Row]:
     """Measures ``B``, and ``B`` with ``W``, of a stage of 100 Linears."""
     layers = nn.Sequential(*[nn.Linear(width, width) for _ in range(100)])
@@ -136,11 +107,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             steps += rows(partial(step, make, m, repeats), check=arguments.check)
     for width in (16, 128, 512):
         hosts += rows(partial(host_cost, width, repeats), check=arguments.check)
-    predicted = rows(partial(prediction, repeats), check=arguments.check)
     columns = ("layers", "case", "1f1b", "zb-h1", "ratio", "bar")
     missed = report("A step on two CPU workers, milliseconds", columns, steps)
-    title = "A fitted schedule on two CPU workers, milliseconds"
-    missed += report(title, ("measured", "predicted", "ratio"), predicted)
     missed += report("B, and W where there is one, milliseconds", columns, hosts)
     return verdict(missed, check=arguments.check)
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from datetime import timedelta
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,8 +12,6 @@ from torch import nn
 
 import pipert.distributed
 from pipert import Pipe
-
-T = TypeVar("T")
 
 
 class RanksPipe(pipert.distributed.Pipe):
@@ -48,15 +45,12 @@ def is_first() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def clip(pipe: AnyPipe, error_if_nonfinite: bool = False) -> None:
+def clip(pipe: AnyPipe) -> None:
     """Scales the gradients so that their norm, over the layers of all processes, is at most 1."""
     if isinstance(pipe, RanksPipe):
-        norm = pipe.grad_norm()
-        if error_if_nonfinite and not norm.isfinite():
-            raise RuntimeError(f"the norm of the gradients is {norm.item()}")
-        nn.utils.clip_grads_with_norm_(pipe.parameters(), 1.0, norm)
+        nn.utils.clip_grads_with_norm_(pipe.parameters(), 1.0, pipe.grad_norm())
     else:
-        nn.utils.clip_grad_norm_(pipe.parameters(), 1.0, error_if_nonfinite=error_if_nonfinite)
+        nn.utils.clip_grad_norm_(pipe.parameters(), 1.0)
 
 
 def whole_state(
@@ -98,16 +92,15 @@ def load_whole_state(
     optimizer.load_state_dict(state)
 
 
-def join(timeout: float | None = None) -> None:
-    """Joins the processes that torchrun started; each waits ``timeout`` seconds for the others."""
+def join() -> None:
+    """Joins the processes that torchrun started."""
     if not dist.is_initialized():
         if "LOCAL_RANK" not in os.environ:
             raise ValueError("--distributed is for torchrun, which starts the processes")
         on_gpu = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         if on_gpu:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        limit = None if timeout is None else timedelta(seconds=timeout)
-        dist.init_process_group("nccl" if on_gpu else "gloo", timeout=limit)
+        dist.init_process_group("nccl" if on_gpu else "gloo")
 
 
 def leave() -> None:
@@ -118,29 +111,6 @@ def leave() -> None:
     """
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def call_in_first(make: Callable[[], T]) -> T:
-    """Calls ``make`` in the first process only, and returns its result in every process.
-
-    Raises:
-        Exception: in the first process, the error that ``make`` raised.
-        RuntimeError: in the others, if ``make`` raised an error.
-    """
-    made: list[Any] = [None, None]
-    if is_first():
-        try:
-            made[0] = make()
-        except Exception as error:
-            if dist.is_initialized():  # so that the others do not wait for a result
-                dist.broadcast_object_list([None, repr(error)], src=0)
-            raise
-    if dist.is_initialized():
-        dist.broadcast_object_list(made, src=0)
-    if made[1] is not None:
-        raise RuntimeError(f"the first process has failed: {made[1]}")
-    value: T = made[0]
-    return value
 
 
 def say(text: str) -> None:

@@ -224,13 +224,13 @@ def generate(pipe: AnyPipe, count: int, context: int, temperature: float, seed: 
 
 
 def make_pipe(
-    model: nn.Sequential, options: argparse.Namespace, timeout: float | None = None
+    model: nn.Sequential, options: argparse.Namespace
 ) -> AnyPipe:
     """Makes the pipe described by the options."""
     settings = {"chunks": options.chunks, "checkpoint": options.checkpoint}
     if not options.distributed:
         devices = options.devices
-        return Pipe(model, options.balance, devices=devices, timeout=timeout, **settings)
+        return Pipe(model, options.balance, devices=devices, **settings)
     return RanksPipe(model, options.balance, schedule=options.schedule, **settings)
 
 
@@ -340,13 +340,11 @@ def read_options(
     return options, config, saved
 
 
-def place(
-    options: argparse.Namespace, config: ModelConfig, timeout: float | None = None
-) -> None:
+def place(options: argparse.Namespace, config: ModelConfig) -> None:
     """Fills in the options that depend on the number of devices; joins the other processes."""
     partitions = len(options.devices)
     if options.distributed:
-        join(timeout)
+        join()
         partitions = dist.get_world_size()
         if options.schedule == "autograd":
             options.schedule = "1f1b"  # across processes, only a schedule can run the backward

@@ -241,11 +241,6 @@ _needed("torch.utils._pytree:SUPPORTED_NODES")
 
 # Modes of a thread --------------------------------------------------------------------------------
 
-AUTOCAST_TYPES = tuple(
-    kind
-    for kind in ("cpu", "cuda", "xpu", "mps", "hpu", "xla", "mtia", "ipu", "maia", "privateuseone")
-    if torch.amp.is_autocast_available(kind)
-)
 function_modes: Get = _needed("torch.overrides:_get_current_function_mode_stack")
 
 dispatch_modes: Get = _needed("torch.utils._python_dispatch:_get_current_dispatch_mode_stack")

@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Self, overload
 
 from torch import nn
 
+from pipert._torch import HOOK_TABLES
 from pipert._typing import Device
-from pipert.model.partitioned import Partitioned
-from pipert.model.settings import check_checkpoints
-from pipert.model.split import require_balance
-from pipert.pipes.pipelined import Pipelined
+from pipert.layers.batchnorm import check_batch_norm
+from pipert.model.data_parallel import refuse_data_parallel
+from pipert.model.devices import devices_and_workers
+from pipert.model.split import (
+    check_balance,
+    check_module,
+    place,
+    require_balance,
+    sequential,
+    split,
+    warn_if_not_batch_first,
+)
+from pipert.pipes.base import PipeBase
 from pipert.skip.routes import routes
+from pipert.skip.verify import verify_skippables
 from pipert.stage.assembly import Layered
 
 __all__ = ["Pipe"]
 
 
-class Pipe(Pipelined, Partitioned):
+class Pipe(PipeBase):
     """Runs an ``nn.Sequential`` over several devices, one worker thread for each.
 
     A call splits its arguments into micro-batches, passes them through the partitions in the order
@@ -56,8 +68,6 @@ class Pipe(Pipelined, Partitioned):
         IndexError: there are more partitions than devices.
     """
 
-    _own = Pipelined._own | Partitioned._own
-
     def __init__(
         self,
         module: nn.Sequential,
@@ -69,18 +79,109 @@ class Pipe(Pipelined, Partitioned):
         deferred_batch_norm: bool | None = None,
         timeout: float | None = None,
     ) -> None:
-        balance = [*require_balance(balance)]
-        self.chunks = chunks
-        self._checkpoint = check_checkpoints(checkpoint, len(balance))
-        self.timeout = timeout
-        super().__init__(module, balance, devices, deferred_batch_norm)
+        balance = require_balance(balance)
+        super().__init__(len(balance), chunks, checkpoint, deferred_batch_norm, timeout)
+        check_module(module)
+        refuse_data_parallel(module)
+        verify_skippables(module)
+        check_balance(module, balance)
+        self._balance = balance
+        self._devices, self._workers = devices_and_workers(devices, len(balance))
+        check_batch_norm(module, deferred_batch_norm, stacklevel=3)
+        warn_if_not_batch_first(module, stacklevel=3)
+        self._partitions = split(module, self._balance)
+        place(self._partitions, self._devices)
+        self.training = module.training
+        # Not add_module: it refuses layers named like an attribute of this class.
+        self._modules.update(module._modules)
+        for name in HOOK_TABLES:  # the pipe must run the module's hooks as well
+            self.__dict__[name] = module.__dict__[name]
+        self.__dict__["_hooked"] = module
         self._start()
-
-    def _layers_changed(self) -> None:
-        self._runtime.model = self._model()
 
     def _model(self) -> Layered:
         return Layered(self._partitions, routes(self._partitions))
 
-    def _entry_module(self) -> nn.Module | None:
-        return next(iter(self), None)
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, nn.Module):
+            self.add_module(name, value)
+        elif name not in self._modules:
+            super().__setattr__(name, value)
+        elif name.startswith("_") or name in vars(self) or hasattr(type(self), name):
+            object.__setattr__(self, name, value)  # a layer has the name of a setting
+        else:
+            self.add_module(name, None)
+
+    def __delattr__(self, name: str) -> None:
+        if name in self._modules:
+            self.add_module(name, None)
+        super().__delattr__(name)
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """Refuse to replace, add or remove a layer.
+
+        Raises:
+            ValueError: ``module`` is not the layer that the pipe has under this name.
+        """
+        if module is None or module is not self._modules.get(name):
+            raise ValueError(
+                f"{name!r} cannot be set: a Pipe has the layers of the module that it was made of."
+                " Change that module before the pipe is made; or close the pipe, change the "
+                "module, and make a new one"
+            )
+
+    @property
+    def _is_full_backward_hook(self) -> bool | None:
+        """Whether the pipe's or the module's backward hooks are full ones; ``None`` without any."""
+        own: bool | None = self.__dict__["_full_backward_hook"]
+        module = self.__dict__.get("_hooked")
+        return own if own is not None or module is None else module._is_full_backward_hook
+
+    @_is_full_backward_hook.setter
+    def _is_full_backward_hook(self, full: bool | None) -> None:
+        self.__dict__["_full_backward_hook"] = full
+
+    @property
+    def balance(self) -> list[int]:
+        """The number of layers in each partition."""
+        return list(self._balance)
+
+    def __len__(self) -> int:
+        return sum(self._balance)
+
+    @overload
+    def __getitem__(self, index: int) -> nn.Module: ...
+    @overload
+    def __getitem__(self, index: slice) -> nn.Sequential: ...
+
+    def __getitem__(self, index: int | slice) -> nn.Module:
+        """The layer at ``index``, or an ``nn.Sequential`` of a slice of them."""
+        layers = [layer for partition in self._partitions for layer in partition._modules.items()]
+        if not isinstance(index, slice):
+            layer = layers[index][1]
+            assert layer is not None
+            return layer
+        return sequential(dict(layers[index]), self.training)
+
+    def __setitem__(self, index: int, layer: nn.Module) -> None:
+        """Refuse to replace a layer, as :meth:`add_module` does."""
+        self.add_module(list(self._modules)[index], layer)
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        for partition in self._partitions:
+            yield from partition
+
+    def train(self, mode: bool = True) -> Self:
+        """As in ``nn.Module``."""
+        super().train(mode)
+        for partition in self._partitions:
+            partition.training = mode
+        return self
+
+    def __repr__(self) -> str:
+        lines = [f"Pipe({self.extra_repr()}"]
+        for j, (partition, device) in enumerate(zip(self._partitions, self._devices, strict=True)):
+            lines.append(f"  partition {j} on {device}:")
+            for name, layer in partition._modules.items():
+                lines.append(f"    ({name}): {repr(layer)}".replace("\n", "\n    "))
+        return "\n".join(lines) + "\n)" if len(lines) > 1 else lines[0] + ")"

@@ -11,8 +11,8 @@ from pipert._typing import Device
 from pipert.any_model.routed import pipe_of
 from pipert.balance.by_calls import choose_cuts
 from pipert.model.device_map import cuts_of_device_map, has_device_map, remove_hooks
+from pipert.pipes.base import PipeBase
 from pipert.pipes.module_pipe import ModulePipe
-from pipert.pipes.pipelined import Pipelined
 
 __all__ = ["pipeline"]
 
@@ -64,7 +64,7 @@ def pipeline(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {model!r}")
-    if isinstance(model, Pipelined):
+    if isinstance(model, PipeBase):
         raise TypeError("model is a pipe already; make another one of the module it was made of")
     mapped: Iterable[Device] | None = None  # the devices of the device map
     if cuts is None and partitions is None:

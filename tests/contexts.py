@@ -56,16 +56,6 @@ def default_device() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def autocast_on_xpu() -> Iterator[None]:
-    """Enables autocast directly: ``torch.autocast`` turns itself off without such a device."""
-    torch.set_autocast_enabled("xpu", True)
-    try:
-        yield
-    finally:
-        torch.set_autocast_enabled("xpu", False)
-
-
-@contextlib.contextmanager
 def deterministic() -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
     try:
@@ -117,7 +107,6 @@ ROWS = [
     ),
     Row("autocast dtype", half_autocast, lambda: torch.get_autocast_dtype("cpu"), torch.float16),
     Row("autocast cache", autocast_without_cache, torch.is_autocast_cache_enabled, False),
-    Row("autocast xpu", autocast_on_xpu, lambda: torch.is_autocast_enabled("xpu"), True),
     Row("device", lambda: torch.device("meta"), lambda: str(torch.empty(()).device), "meta"),
     Row("default device", default_device, lambda: str(torch.get_default_device()), "meta"),
     Row("function modes", Plus41, lambda: torch.numel(ONE), 42),

@@ -419,13 +419,6 @@ def test_a_compiled_norm_is_deferred() -> None:
     same(statistics(module), statistics(plain))
 
 
-@pytest.mark.layered  # a layer of the model's own is replaced
-def test_a_sync_batchnorm_in_place_of_a_layer_is_refused() -> None:
-    with deferred(nn.Sequential(nn.BatchNorm1d(3), nn.Identity())) as pipe:
-        with pytest.raises(TypeError, match="SyncBatchNorm"):
-            nn.SyncBatchNorm.convert_sync_batchnorm(pipe)  # type: ignore[no-untyped-call]
-
-
 # What it leaves alone -----------------------------------------------------------------------------
 
 
@@ -513,15 +506,6 @@ def test_a_scripted_batchnorm_cannot_be_deferred() -> None:
     module = nn.Sequential(torch.jit.script(nn.BatchNorm1d(3)))
     with pytest.raises(TypeError, match="scripted"):
         wrap(module, deferred_batch_norm=True)
-
-
-@pytest.mark.layered  # a layer of the model's own is replaced
-def test_a_norm_that_would_be_shared_by_partitions_cannot_replace_a_layer() -> None:
-    module = nn.Sequential(nn.BatchNorm1d(3), nn.ReLU(), nn.ReLU()).double()
-    with deferred(module) as pipe:
-        with pytest.raises(ValueError, match="used in partitions 0 and 1"):
-            setattr(pipe, "2", module[0])
-        assert isinstance(pipe[2], nn.ReLU)
 
 
 class To(nn.Module):

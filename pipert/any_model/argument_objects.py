@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from pipert.batch.hidden import CLOSED, versions
-from pipert.batch.trees import ORDINARY
+from pipert.batch.tensors import version
+from pipert.batch.trees import CLOSED, ORDINARY, held_by
 
 __all__: list[str] = []
 
@@ -21,7 +21,7 @@ Objects = list[tuple[Any, list[tuple[Tensor, int]]]]
 
 def objects_in(values: Iterable[Any]) -> Objects:
     """Return the objects among arguments, each with the tensors in it and their versions."""
-    return [(value, versions(value)) for value in _objects(values)]
+    return [(value, _versions(value)) for value in _objects(values)]
 
 
 def refuse_changes(objects: Objects) -> None:
@@ -31,13 +31,18 @@ def refuse_changes(objects: Objects) -> None:
         RuntimeError: a tensor in one of them has been changed, replaced, added or removed.
     """
     for value, before in objects:
-        if [(id(x), old) for x, old in before] != [(id(x), now) for x, now in versions(value)]:
+        if [(id(x), old) for x, old in before] != [(id(x), now) for x, now in _versions(value)]:
             raise RuntimeError(
                 f"a layer changes its argument, a {type(value).__qualname__}, and would do so "
                 "again when it is recomputed; avoid that (models of transformers take "
                 "use_cache=False), exempt it with pipert.never_recompute (as layers that hand keys "
                 "and values to later ones, in Gemma3n), or use checkpoint='never'"
             )
+
+
+def _versions(value: Any) -> list[tuple[Tensor, int]]:
+    tensors = {id(part): part for part in held_by(value) if isinstance(part, Tensor)}
+    return [(tensors[number], version(tensors[number])) for number in sorted(tensors)]
 
 
 def _objects(values: Iterable[Any]) -> Iterator[Any]:

@@ -9,40 +9,40 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sized
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, is_tensor, nn
+from torch import Tensor, nn
 
-from pipert._torch import BatchNorm, NormBase, node_count
+from pipert._torch import BatchNorm, NormBase, node_count, tensor_hooks
 from pipert._typing import Value
+from pipert.any_model.boundary_tensors import memory_of
 from pipert.any_model.checkpointed_calls import CheckpointedCalls
 from pipert.any_model.forward_recording import ForwardRecording
-from pipert.any_model.intercept import Intercept, Paused
+from pipert.any_model.intercept import CHANGED, Intercept, Paused
 from pipert.any_model.map_tensors import map_tensors
 from pipert.any_model.microbatch_graph import MicroBatchGraph
 from pipert.any_model.model_layers import ModelLayer, ModelLayers
-from pipert.any_model.parameter_copies import ParameterCopies
 from pipert.any_model.shared_state import Inspection
 from pipert.any_model.tensor_copies import TensorCopies
 from pipert.autograd.order import begin_numbers
 from pipert.batch.microbatch import Arguments
-from pipert.batch.trees import flatten
+from pipert.batch.trees import ORDINARY, flatten
 from pipert.layers.batchnorm import PartitionStats
 from pipert.layers.cpu_draws import DRAWING
 from pipert.layers.modules import modules_of
 from pipert.layers.nested_checkpoint import is_in_checkpoint
-from pipert.layers.random_numbers import Draws, drawing
+from pipert.layers.parameter_copies import ParameterCopies
+from pipert.layers.random_numbers import Draws
 from pipert.stage.run import Run
 from pipert.stage.stage import Stage
 from pipert.stage.step import Step
 from pipert.workers.context import NOTHING, is_transformed
 
 __all__: list[str] = []
-
-_CALLS = 1 << 32  # more than tasks of a run, so each call of a layer has its own number
 
 
 @dataclass(slots=True, eq=False)
@@ -60,12 +60,13 @@ class ModelRun:
     graphs: dict[int, MicroBatchGraph] = field(default_factory=dict)
     """The graph of each micro-batch in a step."""
     checkpointed: dict[tuple[int, int], CheckpointedCalls] = field(default_factory=dict)
-    """By micro-batch and partition, those of a step, until they are recomputed."""
+    """By micro-batch and partition, those of a step, until they go backward."""
     called_in: dict[nn.Module, int] = field(default_factory=dict)
     """The partition that each layer was first called in."""
     copies_tensors: bool = field(init=False)
     """Whether tensors may have to be copied to a device, at least the arguments."""
-    parameters: ParameterCopies = field(init=False)
+    parameters: ParameterCopies | None = field(init=False)
+    """The copies of parameters on another device, or with hooks; ``None`` if none may need one."""
     inspection: Inspection | None = None
     """Compares what micro-batches set on modules, in some of the runs."""
     first_node: int = field(init=False)
@@ -73,9 +74,13 @@ class ModelRun:
 
     def __post_init__(self) -> None:
         self.copies_tensors = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        is_step = self.step is not None
-        buffers = self.layers.shared_buffers
-        self.parameters = ParameterCopies(self.module, is_step, self.copies_tensors, buffers)
+        self.parameters = copies = None
+        if self.copies_tensors or self.step is not None:
+            copies = ParameterCopies(self.layers.shared_buffers if self.copies_tensors else ())
+            own = copies.tensors_of(self.module)
+            if self.copies_tensors or any(map(tensor_hooks, own)):
+                self.parameters = copies
+                copies.note_versions(own)
         self.first_node = max(node_count(), self.run.plan.m)
 
     def refuse_shared_norms(self, layer: ModelLayer, j: int) -> None:
@@ -112,12 +117,12 @@ class AroundLayers:
         self._copies = TensorCopies(i, model_run.run) if model_run.copies_tensors else None
         self._intercept: Intercept | None = None
         if self._graph is not None or self._copies is not None:
-            copy_of = self._copy_of if model_run.parameters.is_needed else None
+            copy_of = None if model_run.parameters is None else self._copy_of
             self._intercept = Intercept(self._graph, self._copies, copy_of)
         self._checkpointed: CheckpointedCalls | None = None  # the calls of the current partition
         self._recording: ForwardRecording | None = None
-        self._drawing = ExitStack()  # the block in which the partition draws random numbers
-        self._called = 0  # layers, so far
+        self._draws: Draws  # the random numbers of the partition
+        self._drawing = ExitStack()  # the block in which it draws them
         if self._graph is not None:
             model_run.graphs[i] = self._graph
 
@@ -164,7 +169,8 @@ class AroundLayers:
                 "step called no layer of the model that is in the pipe; call pipe.module, no copy"
             )
         if self._intercept is not None:
-            shared.parameters.refuse_functions(y)
+            if shared.parameters is not None:
+                shared.parameters.refuse_functions(y)
             y = map_tensors(y, self._intercept.bring)
             if (cut := self._stage.cut) is not None and self._graph is not None:
                 with self._intercept:
@@ -183,13 +189,12 @@ class AroundLayers:
         shared, place = self._model_run, stage.place
         if place.device.type == "cuda":
             torch.cuda.set_device(stage.place.device)
-        draws = Draws(shared.run.seed, place.number(self._i), place.device)
-        self._drawing.enter_context(draws)  # the model's own code may draw
+        self._draws = Draws(shared.run.seed, place.number(self._i), place.device)
+        self._drawing.enter_context(self._draws)  # the model's own code may draw, too
         if self._i < stage.recomputed:
             stage.layers.take_snapshot()
             hooks = shared.run.context.saved_tensor_hooks
-            keeps_graph = stage.cut is not None and stage.cut.puts_off
-            self._checkpointed = CheckpointedCalls(stage.layers, self._i, hooks, keeps_graph)
+            self._checkpointed = CheckpointedCalls(stage.layers, self._i, hooks)
             if self._graph is not None:
                 shared.checkpointed[self._i, place.j] = self._checkpointed
         if self._graph is not None:
@@ -221,9 +226,13 @@ class AroundLayers:
             self._graph.end()
         boundary = intercept.boundary
         boundary.end(0 if self._graph is None else self._graph.current.first)
-        if self._model_run.parameters.is_needed:  # paused: no copies are taken
-            changed = [one.original for one in boundary.changed.values()]
-            self._model_run.parameters.refuse_changes(changed)
+        if (copies := self._model_run.parameters) is not None:  # paused: no copies are taken
+            is_lost, module = copies.are_changed(), self._model_run.module
+            if boundary.changed and not is_lost:
+                own = {*map(memory_of, (*module.parameters(), *module.buffers()))}
+                is_lost = any(memory_of(x.original) in own for x in boundary.changed.values())
+            if is_lost:
+                raise RuntimeError(CHANGED)
         if self._copies is not None:
             self._copies.end(self._checkpointed)
 
@@ -240,42 +249,41 @@ class AroundLayers:
 
     def _call(self, layer: ModelLayer, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         shared, stage = self._model_run, self._stage
-        self._called += 1
         if shared.inspection is not None:
             shared.inspection.note_call(layer.module)
         if shared.called_in.setdefault(layer.module, stage.place.j) != stage.place.j:
             shared.refuse_shared_norms(layer, stage.place.j)
-        if shared.parameters.is_needed:
+        if shared.parameters is not None:
             given = [x for x in (*args, *kwargs.values()) if isinstance(x, nn.Module)]
             if shared.copies_tensors:
                 for used in (layer, *filter(None, map(shared.layers.get, given))):
                     shared.layers.move_on_first_call(used, stage)
                     if shared.inspection is not None:  # of changes, which a move is not
                         shared.inspection.note_call(used.module)
-            call = shared.parameters.wrap(stage, self._i, [layer.module, *given], call)
-        around = self._drawing_of_call() if shared.draws else None
+            layers = [layer.module, *given]
+            call = shared.parameters.wrap(stage.place.j, layers, call, self._copy_of)
         # What works in place, in torch.utils.checkpoint or in a transform, keeps what it saves.
         if self._checkpointed is not None and torch.is_grad_enabled() and not (
             layer.is_in_place or is_in_checkpoint() or is_transformed()
         ) and stage.layers.recomputes(layer.module):
             stage.layers.refuse_replaced(layer.module)
             call = stage.layers.checkpointed(self._i, layer.module, layer.name, call)
-            return self._checkpointed.call(layer.name, call, around, args, kwargs)
-        with stage.layers.locked(layer.module), NOTHING if around is None else around():
+            drawing = self._draws.from_here() if shared.draws else None
+            return self._checkpointed.call(layer.name, call, drawing, args, kwargs)
+        with stage.layers.locked(layer.module):
             return call(*args, **kwargs)
-
-    def _drawing_of_call(self) -> Callable[[], AbstractContextManager[None]]:
-        """Return what makes the block in which the current call of a layer draws."""
-        seed, place = self._model_run.run.seed, self._stage.place
-        number = self._called * _CALLS + place.number(self._i)
-        return lambda: drawing(Draws(seed, number, place.device))
 
     def note_of_call(self, layer: ModelLayer, args: Any, kwargs: dict[str, Any]) -> str:
         """Return the note for an error that ``layer`` raised."""
         return self._stage.layers.note_of_call(self._i, layer.name, args, kwargs)
 
-    def _copy_of(self, weight: nn.Parameter) -> Tensor:
-        return self._model_run.parameters.copy_of(self._stage, self._i, weight)
+    def _copy_of(self, weight: Tensor) -> Tensor:
+        """Return the copy of a parameter or buffer in the current partition, or itself."""
+        stage, copies = self._stage, self._model_run.parameters
+        has_hook = self._model_run.step is not None and bool(tensor_hooks(weight))
+        if copies is None or weight.device == stage.place.device and not has_hook:
+            return weight
+        return copies.copy_of(weight, stage.place.j, partial(stage.ends.borrow, self._i))
 
     def clear(self) -> None:
         """Forget the micro-batch."""
@@ -288,7 +296,7 @@ class AroundLayers:
 def _sizes(x: Value) -> dict[Any, int]:
     """Return the size of each argument that is a container, by name."""
     args, kwargs = x if isinstance(x, Arguments) else ((x,), {})
-    given = [(k, v) for k, v in (*enumerate(args), *kwargs.items()) if not is_tensor(v)]
+    given = [(k, v) for k, v in (*enumerate(args), *kwargs.items()) if type(v) not in ORDINARY]
     return {k: len(flatten(v)[0]) + (len(v) if isinstance(v, Sized) else 0) for k, v in given}
 
 

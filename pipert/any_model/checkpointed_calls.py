@@ -56,30 +56,28 @@ class CheckpointedCalls:
         layers: the layers of the partition.
         i: the micro-batch.
         hooks: the caller's saved-tensor hooks.
-        keeps_graph: as in :class:`.Checkpoint`.
     """
 
     __slots__ = (
-        "__weakref__", "_calls", "_hooks", "_i", "_keeps_graph", "_layers", "_outputs",
+        "__weakref__", "_calls", "_hooks", "_i", "_layers", "_outputs",
     )  # fmt: skip
 
-    def __init__(self, layers: Layers, i: int, hooks: Hooks, keeps_graph: bool) -> None:
+    def __init__(self, layers: Layers, i: int, hooks: Hooks) -> None:
         self._layers = layers
         self._i = i
         self._hooks = hooks
-        self._keeps_graph = keeps_graph
         self._calls: list[tuple[CheckpointedCall, weakref.ref[Checkpoint]]] = []
         self._outputs: dict[int, _CallOutput] | None = {}
 
     def call(
-        self, layer: str, compute: Compute, around: Around, args: Any, kwargs: dict[str, Any]
+        self, layer: str, compute: Compute, drawing: Around, args: Any, kwargs: dict[str, Any]
     ) -> Value:
         """Call a layer, and record it.
 
         Args:
             layer: the layer's name in errors.
             compute: calls the layer.
-            around: returns the context manager of each call; ``None`` for none.
+            drawing: makes the block in which the recomputation draws; ``None`` if no layer draws.
             args, kwargs: the layer's arguments.
 
         Raises:
@@ -88,15 +86,15 @@ class CheckpointedCalls:
         outputs = self._outputs
         assert outputs is not None
         note = partial(self._layers.note_of_call, self._i, layer)
-        call = CheckpointedCall(compute, around, note, outputs, self._hooks)
-        checkpoint = Checkpoint(call, self, self._keeps_graph)
+        call = CheckpointedCall(compute, drawing, note, outputs, self._hooks)
+        checkpoint = Checkpoint(call, self)
         given = Arguments(args, kwargs) if kwargs else args  # a plain tuple is flattened faster
         objects = objects_in((*args, *kwargs.values()))
         returned: list[Value] = []
 
         def first_time(_: Value) -> Value:
             # With the caller's own lists and dicts, since the layer may add to them.
-            returned.append(call.call_layer(given))
+            returned.append(compute(*args, **kwargs))
             return returned[0]
 
         with checkpointing():
@@ -121,6 +119,12 @@ class CheckpointedCalls:
     def recompute(self, on_worker: bool) -> None:
         """Recompute all calls: ``R[i,j]``."""
         self._recompute(self._refill, on_worker)
+
+    def begin_backward(self, differentiate: Callable[..., Any]) -> None:
+        """Let ``B[i,j]`` of a step differentiate the graphs of ``R[i,j]`` by this function."""
+        for _, weak in self._calls:
+            if (checkpoint := weak()) is not None:
+                checkpoint.in_step = differentiate
 
     def one(self, recomputation: Recomputation, compute: Callable[[], T]) -> T:
         """Recompute one call by ``compute``, after the earlier calls whose outputs are used."""
@@ -171,28 +175,28 @@ class CheckpointedCall(Recomputation):
 
     Args:
         compute: calls the layer.
-        around: returns the context manager of each call; ``None`` for none.
+        drawing: makes the block in which the recomputation draws; ``None`` if no layer draws.
         note: describes the layer and its arguments, for errors.
         earlier: the outputs of earlier calls, by id.
         hooks: as in :class:`Recomputation`.
     """
 
     __slots__ = (
-        "_around", "_autocast", "_compute", "_earlier", "_note", "_origins", "_retaining",
-        "_watched", "has_callers_tensors", "is_used", "outputs",
+        "_autocast", "_compute", "_drawing", "_earlier", "_note", "_origins", "_watched", "is_used",
+        "outputs",
     )  # fmt: skip
 
     def __init__(
         self,
         compute: Compute,
-        around: Around,
+        drawing: Around,
         note: Callable[[Any, dict[str, Any]], str],
         earlier: dict[int, _CallOutput],
         hooks: Hooks,
     ) -> None:
         super().__init__(None, hooks)
         self._compute = compute
-        self._around = around
+        self._drawing = drawing
         self._note = note
         self._earlier = earlier
         self._autocast: Autocast = get_autocast()
@@ -203,12 +207,6 @@ class CheckpointedCall(Recomputation):
         """The outputs of the current repetition."""
         self.is_used = False
         """Whether a later call takes an output as an argument."""
-
-    def call_layer(self, value: Value) -> Value:
-        """Call the layer, with ``value`` as its arguments."""
-        args, kwargs = _arguments(value)
-        with NOTHING if self._around is None else self._around():
-            return self._compute(*args, **kwargs)
 
     def refuse_changes(self) -> None:
         """Refuse a layer that has changed an argument in place, or put a hook on it."""
@@ -230,15 +228,15 @@ class CheckpointedCall(Recomputation):
     def _replay(
         self, get_value: Callable[[], Value], check: Callable[[Value], None], on_worker: bool
     ) -> None:
-        value = get_value()
+        args, kwargs = _arguments(get_value())
         try:
-            with self._autocast_of_call():
-                y = self.call_layer(value)
+            with self._autocast_of_call(), NOTHING if self._drawing is None else self._drawing():
+                y = self._compute(*args, **kwargs)
         except BaseException as error:
-            add_note(error, partial(self._note, *_arguments(value)))
+            add_note(error, partial(self._note, args, kwargs))
             raise
         if self.is_used:
-            self.outputs = tuple([tensor.detach() for tensor in tensors_of(y)[0]])
+            self.outputs = tensors_of(y)[0]
         check(y)
 
     def _autocast_of_call(self) -> AbstractContextManager[object]:
@@ -268,18 +266,19 @@ class CheckpointedCall(Recomputation):
             self._watched.append((tensor, now, _hooks_of(tensor)))
         return list(tensors)
 
-    def _kept(self) -> list[Tensor]:
+    def _kept(self, goes_on: bool) -> list[Tensor]:
         stored = zip(self._tensors, self._versions, strict=True)
         kept = []
-        for origin in self._origins:
+        for k, origin in enumerate(self._origins):
             if origin is None:
                 tensor, before = next(stored)
                 refuse_changed(tensor, before)
+                kept.append(tensor.detach())
             else:
-                call, k = origin
+                call, output = origin
                 assert call.outputs is not None
-                tensor = call.outputs[k]
-            kept.append(tensor.detach())
+                tensor = call.outputs[output].detach()
+                kept.append(tensor.requires_grad_(goes_on and k in self._wanting))
         return kept
 
     def _given(self, tensors: Sequence[Tensor]) -> Tensors:

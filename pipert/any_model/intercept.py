@@ -29,7 +29,6 @@ from pipert._typing import Value
 from pipert.any_model.boundary_tensors import BoundaryTensors
 from pipert.any_model.map_tensors import map_tensors
 from pipert.any_model.microbatch_graph import MicroBatchGraph
-from pipert.any_model.parameter_copies import CHANGED
 from pipert.any_model.tensor_copies import TensorCopies
 from pipert.batch.tensors import describe, tensors_of
 from pipert.workers.context import is_transformed
@@ -46,7 +45,7 @@ _METADATA = frozenset(
     )
 ) | {
     Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.is_floating_point,
-    Tensor.is_complex, Tensor.__len__, Tensor.is_contiguous,
+    Tensor.is_complex, Tensor.__len__, Tensor.is_contiguous, Tensor.is_inference,
 }  # fmt: skip
 """Functions whose result is the same on each device and in each graph, so they need no tensors."""
 
@@ -98,7 +97,8 @@ class Intercept(TorchFunctionMode):
 
     def bring(self, tensor: Tensor) -> Tensor:
         """Return the tensor to use for ``tensor`` in the current partition."""
-        if self._copy_of is not None and isinstance(tensor, nn.Parameter):
+        is_plain = type(tensor) is Tensor  # to ask for a parameter's class is a call in Python
+        if not is_plain and self._copy_of is not None and isinstance(tensor, nn.Parameter):
             return self._copy_of(tensor)
         if self.boundary.changed:
             tensor = self.boundary.as_left(tensor)
@@ -189,6 +189,11 @@ class Paused:
             self._mode.is_on = self._was_on
 
 
+CHANGED = (
+    "a model's own code changes a parameter or buffer in place that lives on the device of another "
+    "partition, or has a hook: it would change a copy, and be lost. Change it in a layer, or once "
+    "per mini-batch, outside of forward, such as after optimizer.step()"
+)
 _TRANSFORMED = (
     "a transform such as torch.func.vmap in a model's own code uses a tensor of an earlier "
     "partition, or of another device ({} on {}); give it tensor.clone(), made before the transform "

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pipert._torch import pytree
 from pipert.batch.tensors import tensors_of
-from pipert.batch.trees import ORDINARY
+from pipert.batch.trees import ORDINARY, is_opaque
 
 __all__: list[str] = []
 
@@ -26,6 +26,8 @@ def map_tensors(value: Any, bring: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, Tensor):
         return bring(value)
     kind = type(value)
+    if kind in ORDINARY:  # most are
+        return value
     if kind is tuple:
         return tuple([map_tensors(item, bring) for item in value])
     if isinstance(value, list | deque | dict | UserDict):
@@ -33,7 +35,7 @@ def map_tensors(value: Any, bring: Callable[[Tensor], Tensor]) -> Any:
         for key, item in list(items):
             if (brought := map_tensors(item, bring)) is not item:
                 value[key] = brought
-    elif kind not in ORDINARY:
+    elif not is_opaque(value):
         return _map_tree(value, bring)
     return value
 

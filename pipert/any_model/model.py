@@ -20,6 +20,7 @@ from pipert.model.cuts import lookup
 from pipert.skip.routes import routes
 from pipert.stage.assembly import Layered, assemble
 from pipert.stage.call_boundary import CallBoundary
+from pipert.stage.loss import StepFunction
 from pipert.stage.run import Run
 from pipert.stage.stage import Stage
 from pipert.stage.step import Step
@@ -44,9 +45,20 @@ class AnyModel:
         self.threads = MicroBatchThreads()
         self.layers = ModelLayers(partitions, cuts)
         self._begun = {name: p._modules[name] for name, p in zip(cuts, partitions[1:], strict=True)}
-        self._model = Layered(self.partitions, routes(self.partitions))
-        self._shared = SharedState(module, partitions)
+        self._model = Layered(self.partitions, routes(self.partitions), borrows=False)
+        self._shared = SharedState([module], partitions)
         intercept(self.layers)
+
+    @property
+    def entry(self) -> nn.Module:
+        return self.module
+
+    @property
+    def norm_parts(self) -> Sequence[nn.Module]:
+        return [self.module]  # a layer may be called in any partition
+
+    def function_of(self, step: StepFunction | None) -> StepFunction | None:
+        return step
 
     def assemble(
         self, run: Run, inputs: list[Value], step: Step | None, stats: DeferredStats | None

@@ -26,7 +26,7 @@ import copy
 import inspect
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -45,29 +45,19 @@ __all__: list[str] = []
 
 
 class Runs(Protocol):
-    """A pipe, as far as calls of its model need it."""
+    """A pipe, as far as calls of its model need it: see ``ModulePipe``."""
 
     module: nn.Module
-    """The model."""
     chunks: int
 
-    def is_inside(self) -> bool:
-        """Whether the current code runs inside of the pipe."""
-
-    def is_running(self) -> bool:
-        """Whether any call of the pipe is on its way."""
-
-    def splits_or_recomputes(self, in_one: bool = False) -> bool:
-        """Whether a call has several micro-batches, if not ``in_one``, or is recomputed."""
+    def is_inside(self) -> bool: ...
+    def is_running(self) -> bool: ...
+    def splits_or_recomputes(self, in_one: bool = False) -> bool: ...
 
     def call_part(
         self, module: nn.Module, call: Callable[..., Value], args: Any, kwargs: dict[str, Any],
         why_in_one: str, join_numbers: JoinNumbers,
-    ) -> Value:  # fmt: skip
-        """Call ``module`` with a mini-batch, in one micro-batch if there is a reason.
-
-        ``call`` calls it, for each micro-batch; ``join_numbers`` joins 0-dimensional outputs.
-        """
+    ) -> Value: ...  # fmt: skip
 
 
 # The routes of each module, in the order they were made.
@@ -87,6 +77,7 @@ class Routed(Guest):
         self._pipe: Runs | None = pipe
         self.own = module.__dict__.get("forward")
         self._has_warned = False
+        self._signed: tuple[Any, inspect.Signature] | None = None
         module.__dict__["forward"] = self
         intercept([module])
         calls_of(module).route = self
@@ -95,10 +86,9 @@ class Routed(Guest):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.is_outside():
             return self.send(self._plain(), *args, **kwargs)
-        pipe = self._pipe
-        if pipe is not None and getattr(self._module, "config", None) is not None:
-            given = self._named(args, kwargs)
-            if self._makes_cache(given) and pipe.splits_or_recomputes():
+        pipe, has_config = self._pipe, getattr(self._module, "config", None) is not None
+        if pipe is not None and has_config and pipe.splits_or_recomputes():
+            if self._makes_cache(given := self._named(args, kwargs)):
                 kwargs["use_cache"] = _refuse_packed(self._module, given)
         return self._plain()(*args, **kwargs)
 
@@ -111,7 +101,11 @@ class Routed(Guest):
 
     @property
     def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self._plain())
+        plain = self._plain()
+        function = getattr(plain, "__func__", plain)
+        if self._signed is None or self._signed[0] is not function:
+            self._signed = function, inspect.signature(plain)
+        return self._signed[1]
 
     def _plain(self) -> Any:
         return self.own or type(self._module).forward.__get__(self._module)
@@ -143,7 +137,9 @@ class Routed(Guest):
             return call(*args, **kwargs)
         given, tensors = self._named(args, kwargs), tensors_of((args, kwargs))[0]
         number = number_of_items(self._module, given)
-        why = self._why_in_one(pipe, given, [*tensors, None][0], number is not None)
+        makes_cache = self._makes_cache(given)
+        first = tensors[0] if tensors else None
+        why = self._why_in_one(pipe, given, first, number is not None, makes_cache)
         is_training = torch.is_grad_enabled()
         if why == _UNKNOWN_LOSS and not self._has_warned and is_training and pipe.chunks > 1:
             warnings.warn(
@@ -155,7 +151,7 @@ class Routed(Guest):
             self._has_warned = True
         if number is not None and not why and pipe.chunks > 1:
             kwargs = {**kwargs, "num_items_in_batch": number}
-        if self._makes_cache(given):  # as it does by default without gradients only
+        if makes_cache:  # by default without gradients only
             keeps = not is_training or not pipe.splits_or_recomputes(bool(why))
             kwargs = {**kwargs, "use_cache": keeps or _refuse_packed(self._module, given)}
         whole = {id(value) for name, value in given.items() if _is_whole(name, value)}
@@ -165,11 +161,13 @@ class Routed(Guest):
         y = pipe.call_part(self._module, call, args, kwargs, why, join)
         return _on(tensors[0].device, y) if tensors else y
 
-    def _why_in_one(self, pipe: Runs, given: dict[str, Any], first: Any, adds_up: bool) -> str:
+    def _why_in_one(
+        self, pipe: Runs, given: dict[str, Any], first: Any, adds_up: bool, makes_cache: bool
+    ) -> str:
         """Return why a call is one micro-batch; empty if it is split."""
         rows = next((given[k] for k in _FIRST if isinstance(given.get(k), Tensor)), first)
         has_cache = given.get("use_cache") or given.get("past_key_values") is not None
-        has_cache = has_cache or not torch.is_grad_enabled() and self._makes_cache(given)
+        has_cache = has_cache or not torch.is_grad_enabled() and makes_cache
         reasons = {
             "a part of the model was called": self._module is not pipe.module,
             "its first argument has one row": rows is not None and rows.shape[:1] == (1,),
@@ -188,11 +186,11 @@ class Routed(Guest):
 
     def _makes_cache(self, given: Mapping[str, Any]) -> bool:
         """Whether the module, one of transformers, makes a cache that nobody has asked for."""
+        if "use_cache" in given or given.get("past_key_values") is not None:
+            return False
         config = getattr(self._module, "config", None)
         text_config = getattr(config, "get_text_config", lambda: config)()
         if not getattr(text_config, "use_cache", False):
-            return False
-        if "use_cache" in given or given.get("past_key_values") is not None:
             return False
         parameters = self.__signature__.parameters.values()
         return any([p.name == "use_cache" or p.kind is p.VAR_KEYWORD for p in parameters])
@@ -218,13 +216,12 @@ class Routed(Guest):
         copied = copy.deepcopy(self._module, memo)
         return super().__deepcopy__(memo) or type(copied).forward.__get__(copied)
 
-    def __repr__(self) -> str:
-        return f"<forward of {type(self._module).__name__}, in a pipe>"
-
 
 def route(model: nn.Module, layers: Iterable[nn.Module], pipe: Runs) -> list[Routed]:
     """Send calls of ``model``, and of the modules around ``layers``, through ``pipe``."""
-    return [Routed(each, pipe) for each in [*_around(model, set(layers))] if is_called(each)]
+    own = set(layers)
+    around = [m for m in model.modules() if m not in own and not own.isdisjoint(m.modules())]
+    return [Routed(each, pipe) for each in dict.fromkeys([model, *around]) if is_called(each)]
 
 
 def pipe_of(model: nn.Module) -> Any:
@@ -341,14 +338,6 @@ def _refuse_numbers(numbers: Sequence[Tensor]) -> Tensor:
         "loss, and what it would be for the mini-batch is unknown; use chunks=1, take a step "
         "with pipe.forward_backward(step=...), or call the pipe, which returns them all"
     )
-
-
-def _around(module: nn.Module, layers: set[nn.Module]) -> Iterator[nn.Module]:
-    yield module
-    if module not in layers:
-        for child in module.children():
-            if child not in layers and not layers.isdisjoint(child.modules()):
-                yield from _around(child, layers)
 
 
 def _on(device: torch.device, y: Value) -> Value:

@@ -18,12 +18,9 @@ differentiates that graph:
    to the graph before it, so the gradients have a graph.
 3. *Checkpoint* releases the inputs and the graph when its backward is over, unless the backward
    retains the graph. In that case the next backward recomputes.
-4. Some tasks are not just a function of what their graph begins with: a layer uses a tensor of a
-   graph of the caller's, or a custom function, which may call the engine; a hook on a parameter
-   would see inside the pair; autocast casts a weight once for all micro-batches; anomaly detection
-   shows the line of a layer; a layer is not recomputed; gradients of weights are put off. There the
-   graph of ``F`` stays, and *Recompute* fills in its saved tensors. The same is done where few
-   tensors are saved: the pair itself would cost more.
+4. Where a layer uses a tensor of a graph of the caller's, the task is not just a function of what
+   its graph begins with; where a layer is not recomputed, there is no second graph of it. There the
+   graph of ``F`` stays, and *Recompute* fills in its saved tensors (and see :func:`.origins`).
 5. A layer may have kept a part of ``F``'s graph, such as a loss of its own. A backward from there
    reads a number in place of a saved tensor, and recomputes on the spot.
 """
@@ -40,7 +37,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from pipert._torch import AUTOCAST_TYPES, keeps_graph, tensor_hooks, will_execute
+from pipert._torch import keeps_graph, tensor_hooks, will_execute
 from pipert._typing import Tensors, Value
 from pipert.autograd.engine import differentiate
 from pipert.autograd.function import applied
@@ -53,8 +50,6 @@ from pipert.batch.tensors import describe
 __all__: list[str] = []
 
 T = TypeVar("T")
-
-_FEW = 32  # saved tensors; filling in so few costs less than the pair
 
 
 class Whole(Protocol):
@@ -75,24 +70,22 @@ class Checkpoint:
     Args:
         recomputation: computes the task again.
         whole: the group it is recomputed with, by :meth:`refill`; ``None`` if it is alone.
-        keeps_graph: whether the graph of ``F`` is to stay in any case.
     """
 
     __slots__ = (
-        "__weakref__", "_graph", "_is_pair", "_keeps_graph", "_recomputation", "_recording",
-        "_saved", "_whole", "_xs",
+        "__weakref__", "_graph", "_is_pair", "_recomputation", "_recording", "_saved", "_whole",
+        "_xs", "in_step",
     )  # fmt: skip
 
-    def __init__(
-        self, recomputation: Recomputation, whole: Whole | None = None, keeps_graph: bool = False
-    ) -> None:
+    def __init__(self, recomputation: Recomputation, whole: Whole | None = None) -> None:
         self._recomputation = recomputation
         self._whole = whole
-        self._keeps_graph = keeps_graph
         self._graph: Graph | None = None  # R's, until B
         self._saved: dict[int, tuple[Any, int]] = {}  # R's, if F's graph was kept
         self._xs: Tensors = ()
         self._is_pair = self._recording = False
+        self.in_step: Callable[..., Sequence[Tensor | None]] | None = None
+        """Differentiates the graph in ``B[i,j]`` of a step, which asks for all gradients."""
 
     def record(self, compute: Callable[[Value], Value], value: Value) -> Value:
         """Run ``compute(value)``, and replace its graph by one node if possible (rules 1 and 4)."""
@@ -101,13 +94,12 @@ class Checkpoint:
             xs, begins, ys, rebuild, nodes = self._recomputation.first(compute, value, self._take)
         finally:
             self._recording = False
-        may_be_pair = self._recomputation.is_whole and not self._keeps_graph
-        is_large = may_be_pair and self._recomputation.saves > _FEW
-        if is_large and not _shares_casts() and not torch.is_anomaly_enabled():
-            leaves = origins(ys, begins, nodes)
-            if leaves is not None:
-                self._is_pair, self._xs = True, self._recomputation.connections(xs)
-                ys = _apply_checkpoint(self, ys, *xs, *leaves)
+        found = origins(ys, begins, nodes) if ys and self._recomputation.is_whole else None
+        if found is not None:
+            leaves, has_functions = found
+            self._is_pair, self._xs = True, self._recomputation.connections(xs)
+            apply = _apply_around_functions if has_functions else _apply_checkpoint
+            ys = apply(self, ys, *xs, *leaves)
         return rebuild(ys)
 
     def recompute(self) -> None:
@@ -129,16 +121,11 @@ class Checkpoint:
         else:
             self._saved = self._recomputation.saved(on_worker)
 
-    def differentiate(
-        self, dys: Sequence[Tensor | None], leaves: Tensors, needed: Sequence[bool]
-    ) -> list[Tensor | None]:
-        """Return the ``needed`` gradients of inputs and leaves, given those of the outputs."""
+    def differentiate(self, dys: Sequence[Tensor | None], ctx: Any) -> list[Tensor | None]:
+        """Return the needed gradients of inputs and leaves, given those of the outputs."""
         if self._graph is None:  # a second backward
             self.recompute()
         graph, self._graph = self._graph, None
-        for leaf in leaves:
-            if hooks := tensor_hooks(leaf):  # registered since the forward
-                _hide_partial_gradients(hooks)
         gate, create_graph = Gate(), torch.is_grad_enabled()
         if create_graph:
             connect = partial(connect_inputs, gate, self._xs)
@@ -147,17 +134,18 @@ class Checkpoint:
         pairs = [(y, dy) for y, dy in zip(graph.ys, dys, strict=True) if dy is not None]
         ys, given = zip(*pairs, strict=True)
         # A leaf frozen since the forward gets no gradient, as without checkpointing.
-        trained = [True] * len(graph.xs) + [leaf.requires_grad for leaf in leaves]
-        needed = [a and b for a, b in zip(needed, trained, strict=True)]
-        wanted: list[Any] = [*compress((*graph.xs, *leaves), needed)]
-        before = _thread.computes_partial_gradients
-        try:
-            _thread.computes_partial_gradients = True
-            found = iter(differentiate(ys, wanted, given, create_graph=create_graph))
-        finally:
-            _thread.computes_partial_gradients = before  # no call, so no interrupt comes between
+        needed = [True] * len(graph.xs) + [leaf.requires_grad for leaf in ctx.leaves]
+        if self.in_step is None:
+            asked_for = [_is_needed(node) for node, _ in ctx.next_functions]
+            needed = [a and b for a, b in zip(needed, asked_for, strict=True)]
+        wanted: list[Any] = [*compress((*graph.xs, *ctx.leaves), needed)]
+        if self.in_step is not None and not create_graph:
+            found = self.in_step(ys, wanted, given)
+        else:
+            found = _differentiate_partially(ctx.leaves, ys, wanted, given, create_graph)
         gate.is_open = True
-        return [next(found) if is_needed else None for is_needed in needed]
+        rest = iter(found)
+        return [next(rest) if is_needed else None for is_needed in needed]
 
     def peek(self, number: int) -> Tensor | None:
         """Return the tensor that ``F`` saved as ``number``, if it is filled in and unchanged."""
@@ -189,12 +177,6 @@ class Checkpoint:
         return f"<Checkpoint of {self._recomputation!r}>"
 
 
-def _shares_casts() -> bool:
-    return torch.is_autocast_cache_enabled() and any(
-        map(torch.is_autocast_enabled, AUTOCAST_TYPES)
-    )
-
-
 class _Checkpoint(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -211,11 +193,14 @@ class _Checkpoint(torch.autograd.Function):
             raise RuntimeError(_SECOND_TIME)
         if all(dy is None for dy in dys):
             return (None,) * len(ctx.needs_input_grad)
-        needed = [_is_needed(node) for node, _ in ctx.next_functions]
-        found = ctx.checkpoint.differentiate(dys, ctx.leaves, needed)
+        found = ctx.checkpoint.differentiate(dys, ctx)
         if not keeps_graph():
             ctx.checkpoint = ctx.leaves = None
         return (None, None, *found)
+
+
+class _CheckpointOfFunctions(_Checkpoint):
+    """A *Checkpoint* of functions written in Python, whose backward may call the engine."""
 
 
 def _is_needed(node: Any) -> bool:
@@ -248,6 +233,21 @@ class _HookOnSum:
         return None if _thread.computes_partial_gradients else self._hook(gradient)
 
 
+def _differentiate_partially(
+    leaves: Tensors, ys: Any, wanted: Sequence[Any], dys: Any, create_graph: bool
+) -> Sequence[Tensor | None]:
+    """Differentiate one task's graph, of whose gradients the weights' hooks get to know nothing."""
+    for leaf in leaves:
+        if hooks := tensor_hooks(leaf):
+            _hide_partial_gradients(hooks)
+    before = _thread.computes_partial_gradients
+    try:
+        _thread.computes_partial_gradients = True
+        return differentiate(ys, wanted, dys, create_graph=create_graph)
+    finally:
+        _thread.computes_partial_gradients = before  # no call, so no interrupt comes between
+
+
 def _hide_partial_gradients(hooks: dict[int, Hook]) -> None:
     """Hide partial gradients from a weight's hooks, which are keyed by their handles' numbers."""
     for number, hook in list(hooks.items()):
@@ -272,7 +272,7 @@ class _Recompute(torch.autograd.Function):
         return (None, *grads)
 
 
-_apply_checkpoint = applied(_Checkpoint)
+_apply_checkpoint, _apply_around_functions = applied(_Checkpoint), applied(_CheckpointOfFunctions)
 _apply_recompute = applied(_Recompute)
 
 _SECOND_TIME = (

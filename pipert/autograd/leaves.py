@@ -109,7 +109,9 @@ def leaves_behind(
 _variable: Callable[[Any], Tensor] = attrgetter("variable")
 
 
-def origins(ys: Iterable[Tensor], begins: Iterable[Node], made: range) -> list[Tensor] | None:
+def origins(
+    ys: Iterable[Tensor], begins: Iterable[Node], made: range
+) -> tuple[list[Tensor], bool] | None:
     """Returns the leaves of a task's graph, if the task is a function of them and its inputs alone.
 
     Args:
@@ -118,9 +120,10 @@ def origins(ys: Iterable[Tensor], begins: Iterable[Node], made: range) -> list[T
         made: the numbers of the nodes that the task created.
 
     Returns:
-        The leaves that require grad. ``None`` if the graph has nodes of another graph, nodes
-        written in Python, which may call the engine, or leaves whose hooks would see a part of
-        their gradient.
+        The leaves that require grad, and whether functions written in Python use them, which may
+        call the engine. ``None`` if the graph has nodes of another graph, or what the functions do
+        in the engine is seen: by hooks on the leaves, or by a reentrant checkpoint of torch, which
+        refuses to be in a part of a backward.
     """
     seen: set[Any] = {*begins, None}
     leaves = {id(y): y for y in ys if y.is_leaf}  # by id: to hash a tensor is a call into Python
@@ -131,31 +134,39 @@ def origins(ys: Iterable[Tensor], begins: Iterable[Node], made: range) -> list[T
     accumulating, numbers = AccumulateGrad, list[int]()
     for node in found:  # which grows
         number = sequence_nr(node)
-        if number not in made:
+        if number in made:
+            numbers.append(number)
+        elif not is_cast_of_leaf(node):
             return None
-        numbers.append(number)
         for child, _ in node.next_functions:
             if child not in seen:
                 seen.add(child)
                 (accumulators if type(child) is accumulating else found).append(child)
     # Each thread counts its own nodes, so of two with the same number one is not the task's. If the
     # numbers do not tell, the pair is right as well: it differentiates all that it computes again.
-    if len(set(numbers)) < len(numbers) or is_in_python(map(type, found)):
+    if len(set(numbers)) < len(numbers):
         return None
     for node in accumulators:
         leaf = node.variable
         leaves[id(leaf)] = leaf
-    if any(map(tensor_hooks, leaves.values())):
+    trained, kinds = [leaf for leaf in leaves.values() if leaf.requires_grad], set(map(type, found))
+    has_functions = is_in_python(kinds)
+    if has_functions and (any(map(tensor_hooks, trained)) or is_in_python(kinds, only=_REENTRANT)):
         return None
-    return [leaf for leaf in leaves.values() if leaf.requires_grad]
+    return trained, has_functions
 
 
-def is_in_python(classes: Iterable[type], but: Sequence[str] = ()) -> bool:
+_REENTRANT = "CheckpointFunctionBackward"
+
+
+def is_in_python(classes: Iterable[type], but: Sequence[str] = (), only: str = "") -> bool:
     """Whether one of these classes of nodes is that of a ``Function`` written in Python.
 
-    Those whose name is in ``but`` do not count.
+    Those whose name is in ``but`` do not count; if ``only`` is given, no other name does.
     """
-    for kind in set(classes):
-        if issubclass(kind, BackwardCFunction) and kind.__name__ not in but:
-            return True
-    return False
+    return any(
+        issubclass(kind, BackwardCFunction)
+        and kind.__name__ not in but
+        and (not only or kind.__name__ == only)
+        for kind in set(classes)
+    )

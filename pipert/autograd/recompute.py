@@ -11,8 +11,7 @@ costs as much as a small operation. So:
 3. ``R`` must do what ``F`` did. Who calls the layers compares their outputs. Here the number of
    nodes is compared, which costs nothing. Where it differs, ``R`` runs once more to count the
    tensors it saves: a compiler or a cache does more work the first time, but saves the same
-   tensors. By chance another operation may save as many, so where ``R`` is to fill in tensors of
-   ``F``'s graph, and settings of the process have changed, its nodes are looked at.
+   tensors. Other kernels for attention may save others, but where ``F``'s graph stays.
 4. The inputs are kept as they were before the partition ran: the layers get copies, so that an
    in-place first layer cannot corrupt them. An input that anything else has changed is refused, as
    autograd would.
@@ -43,9 +42,8 @@ Edges = tuple[GradientEdge, ...]
 Replay = Callable[[Callable[[], Value], Callable[[Value], None], bool], None]
 
 
-check_graph = ContextVar[Callable[[Value, bool], None] | None]("pipert_check_graph", default=None)
-"""Checks the graph of an output before its tensors fill in another one, and gets to know whether
-that has as many nodes; ``None`` if nothing in the process decides on operations differently."""
+other_kernels = ContextVar[Callable[[], str]]("pipert_other_kernels", default=str)
+"""Tells which kernels have been enabled or disabled since the forward; none if it returns ''."""
 
 
 class Graph(NamedTuple):
@@ -93,7 +91,7 @@ class Recomputation:
     """
 
     __slots__ = (
-        "__weakref__", "_began", "_nodes", "_rebuild", "_replay_task", "_tensors", "_versions",
+        "__weakref__", "_nodes", "_rebuild", "_replay_task", "_tensors", "_versions",
         "_wanting", "hooks", "is_whole", "saves",
     )  # fmt: skip
 
@@ -136,8 +134,8 @@ class Recomputation:
         """Return the tensors that keep the task connected to the graph of its inputs ``xs``."""
         return xs
 
-    def fresh(self, begin: Callable[[Tensors], Tensors] | None = None) -> Value:
-        """Return the input with non-leaf copies of its tensors, which layers may change in place.
+    def fresh(self, begin: Callable[[Tensors], Tensors] | None = None) -> tuple[Value, Tensors]:
+        """Return the input with non-leaf copies of its tensors, and the differentiable ones.
 
         Args:
             begin: begins the graph with the detached differentiable inputs; by default they are
@@ -146,17 +144,17 @@ class Recomputation:
         Raises:
             RuntimeError: an input was changed in place.
         """
-        tensors = self._kept()
-        wanting = tuple([tensors[k] for k in self._wanting])
+        tensors = self._kept(begin is order.enter)
+        detached = [k for k in self._wanting if not tensors[k].requires_grad]
         if begin is None:
-            for tensor in wanting:
-                tensor.requires_grad_()
-        elif wanting:
-            for k, tensor in zip(self._wanting, begin(wanting), strict=True):
+            for k in detached:
+                tensors[k].requires_grad_()
+        elif detached:
+            begun = begin(tuple([tensors[k] for k in detached]))
+            for k, tensor in zip(detached, begun, strict=True):
                 tensors[k] = tensor
-        given = self._given(tensors)
-        self._began = node_count()
-        return self._rebuild(given)
+        xs = tuple([tensors[k] for k in self._wanting])
+        return self._rebuild(self._given(tensors)), xs
 
     def _keep(self, tensors: Tensors) -> list[Tensor]:
         """Keep the inputs as they are now; return the tensors to give the layers."""
@@ -167,8 +165,12 @@ class Recomputation:
             given.append(tensor.clone())
         return given
 
-    def _kept(self) -> list[Tensor]:
-        """Return the kept inputs, detached; refuse any that was changed in place."""
+    def _kept(self, goes_on: bool) -> list[Tensor]:
+        """Return the kept inputs, detached; refuse any that was changed in place.
+
+        Args:
+            goes_on: whether those that an earlier recomputation has made are to begin a graph.
+        """
         for tensor, before in zip(self._tensors, self._versions, strict=True):
             refuse_changed(tensor, before)
         return [tensor.detach() for tensor in self._tensors]
@@ -187,24 +189,23 @@ class Recomputation:
         """
         xs: Edges = ()
         ys: Edges = ()
-        nodes = 0
+        before, is_other = 0, False
 
         def enter() -> Value:
-            nonlocal xs
-            value = self.fresh(begin)
-            xs = edges_of(differentiable(value)[0])
-            self._began = node_count()  # without the nodes of leaves
+            nonlocal xs, before
+            value, tensors = self.fresh(begin)
+            xs, before = edges_of(tensors), node_count()
             return value
 
         def leave(y: Value) -> None:
-            nonlocal nodes, ys
-            nodes = node_count() - self._began
+            nonlocal ys, is_other
+            is_other = node_count() - before != self._nodes and not other_kernels.get()()
             ys = edges_of(differentiable(y)[0])
 
         with contextlib.nullcontext() if on_worker else without_hooks():
             self._replay(enter, leave, on_worker)
-        if nodes != self._nodes:
-            self._compare_saved_counts(on_worker)
+        if is_other:
+            self.saved(on_worker)  # counts them
         return Graph(xs, ys)
 
     def saved(self, on_worker: bool) -> dict[int, tuple[Any, int]]:
@@ -222,12 +223,23 @@ class Recomputation:
             pack = self.hooks[0] if self.hooks else None
             found[len(found)] = (kept if pack is None else pack(kept), tensor._version)
 
-        def check(y: Value) -> None:
-            self._check_count(len(found))
-            if (check_more := check_graph.get()) is not None:
-                check_more(y, node_count() - self._began == self._nodes)
+        def check(_: Value) -> None:
+            if len(found) != self.saves:
+                raise RecomputationError(
+                    f"a recomputation saved {len(found)} tensors and its forward {self.saves}"
+                    f"{REMEDY}"
+                )
+            if changed := other_kernels.get()():  # those of F's graph may crash
+                raise RecomputationError(
+                    f"{changed}, as torch.nn.attention.sdpa_kernel does if it is around one of "
+                    "forward and backward only; put loss.backward() into the same block, or use "
+                    "checkpoint='never'"
+                )
 
-        self._replay_under(Forget(keep), check, on_worker)
+        forget = Forget(keep)
+        forget.hooks = self.hooks
+        with torch.autograd.graph.saved_tensors_hooks(forget, refuse):
+            self._replay(lambda: self.fresh()[0], check, on_worker)
         return found
 
     def _replay(
@@ -235,25 +247,6 @@ class Recomputation:
     ) -> None:
         assert self._replay_task is not None
         self._replay_task(get_value, check, on_worker)
-
-    def _compare_saved_counts(self, on_worker: bool) -> None:
-        saved = count()
-
-        def check(_: Value) -> None:
-            self._check_count(next(saved))
-
-        self._replay_under(Forget(next, saved), check, on_worker)
-
-    def _replay_under(self, pack: Forget, check: Callable[[Value], None], on_worker: bool) -> None:
-        pack.hooks = self.hooks
-        with torch.autograd.graph.saved_tensors_hooks(pack, refuse):
-            self._replay(self.fresh, check, on_worker)
-
-    def _check_count(self, saved: int) -> None:
-        if saved != self.saves:
-            raise RecomputationError(
-                f"a recomputation saved {saved} tensors and its forward {self.saves}{REMEDY}"
-            )
 
     def __repr__(self) -> str:
         return f"<Recomputation of {len(self._tensors)} inputs>"

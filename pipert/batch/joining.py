@@ -11,9 +11,16 @@ from torch import Tensor
 
 from pipert._torch import pytree
 from pipert._typing import Value
-from pipert.batch.hidden import REMEDY, has_rows, hides
 from pipert.batch.tensors import describe, tensors_of
-from pipert.batch.trees import flatten, is_whole, is_whole_in_rows, path_of
+from pipert.batch.trees import (
+    REMEDY,
+    flatten,
+    has_rows,
+    held_by,
+    is_whole,
+    is_whole_in_rows,
+    path_of,
+)
 
 __all__: list[str] = []
 
@@ -34,6 +41,8 @@ def gather(
     those of several micro-batches, 0-dimensional tensors are not stacked.
     """
     first = outputs[0]
+    if len(outputs) == 1 and join_numbers is not None:
+        return first
     if isinstance(first, Tensor) and all([isinstance(output, Tensor) for output in outputs]):
         _refuse_time_first([outputs], first, sizes)
         return _join(outputs, outputs, 0, sizes, join_numbers)
@@ -137,9 +146,9 @@ def _join(
                 return torch.cat(column)
             if join_numbers is None:
                 return torch.stack(column)
-            return join_numbers(column) if len(column) > 1 else first
+            return join_numbers(column)
     for leaf in column:
-        if not isinstance(leaf, Tensor) and (has_rows(leaf) or hides(leaf, has_rows)):
+        if not isinstance(leaf, Tensor) and any(map(has_rows, (leaf, *held_by(leaf)))):
             raise ValueError(
                 f"{_path(outputs[0], k)} is a {type(leaf).__qualname__}, which has rows that "
                 f"pipert cannot join; {REMEDY}, or let the last layer return None for it"

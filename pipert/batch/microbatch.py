@@ -6,7 +6,7 @@ kind:
 * a tensor with at least one dimension is split along dimension 0; one that occurs twice, once;
 * a 0-dimensional tensor, a number, a string, ``None`` and the like go to each micro-batch as is;
 * ``Replicate(x)`` sends any ``x`` whole to each micro-batch;
-* an object that hides rows, such as a NumPy array, or one that holds tensors but is not registered
+* an object that has rows, such as a NumPy array, or one that holds tensors but is not registered
   as a pytree, is refused: each micro-batch would silently get the rows of all micro-batches.
 
 There are ``min(chunks, batch size)`` micro-batches, whose sizes differ by at most one. With one
@@ -23,8 +23,15 @@ from torch import Tensor
 
 from pipert._torch import pytree
 from pipert._typing import Value
-from pipert.batch.hidden import REMEDY, has_rows, hides
-from pipert.batch.trees import flatten, is_whole, is_whole_in_rows, path_of
+from pipert.batch.trees import (
+    REMEDY,
+    flatten,
+    has_rows,
+    held_by,
+    is_whole,
+    is_whole_in_rows,
+    path_of,
+)
 
 __all__ = ["Replicate"]
 
@@ -211,7 +218,7 @@ def _refuse_hidden_rows(path: Callable[[int], str], k: int, leaf: Any) -> None:
     if isinstance(leaf, Replicate):
         return
     is_array = has_rows(leaf)
-    if is_array or hides(leaf, has_rows):
+    if is_array or any(map(has_rows, held_by(leaf))):
         remedy = "convert it with torch.as_tensor" if is_array else REMEDY
         raise TypeError(
             f"{path(k)} is a {type(leaf).__qualname__}, which pipert cannot split: each "

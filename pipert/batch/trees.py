@@ -10,10 +10,17 @@ instead, a mapping is replaced by a node of pipert's own type before it is flatt
 from __future__ import annotations
 
 import contextlib
-from collections import UserDict
-from collections.abc import Callable, Iterable
+from collections import UserDict, deque
+from collections.abc import Callable, Iterable, Iterator
 from copy import copy
-from types import MappingProxyType
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    FunctionType,
+    MappingProxyType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any
 
 import torch
@@ -34,7 +41,22 @@ ORDINARY = frozenset(
         torch.dtype, torch.device, torch.Size,
     }  # fmt: skip
 )
-"""Types of leaves that are not mappings and hide no other tensors."""
+"""Types of leaves that are not mappings and hold no other tensors."""
+
+CLOSED_TO_GRAPHS = (type, nn.Module, ModuleType, Tensor)
+"""Types that hold no tensor of a graph. A function may hold one in its closure."""
+
+CLOSED = (*CLOSED_TO_GRAPHS, FunctionType, BuiltinFunctionType, MethodType)
+"""Types in which no rows are looked for: tensors that a function holds need not be rows."""
+
+_PLACES = 10_000
+"""How many places are looked at in an object, the nearest first."""
+
+REMEDY = (
+    "put its tensors into a tuple, list or dict, or register its class as a pytree with "
+    "torch.utils._pytree.register_pytree_node"
+)
+"""Advice on how to make the tensors in an object visible, for error messages."""
 
 _MAPPINGS = (dict, UserDict, MappingProxyType)
 
@@ -86,6 +108,47 @@ def path_of(value: Value, k: int) -> str | None:
         return pytree.keystr(pytree.tree_flatten_with_path(opened, is_whole)[0][k][0])
     except ValueError:
         return None
+
+
+def has_rows(value: Any) -> bool:
+    """Return whether ``value`` is a tensor or an array with at least one dimension."""
+    if isinstance(value, Tensor):
+        return value.dim() > 0
+    if type(value) in ORDINARY or isinstance(value, CLOSED):
+        return False
+    attributes = getattr(value, "__dict__", ())
+    is_array = all(name in attributes or hasattr(type(value), name) for name in ("ndim", "shape"))
+    return is_array and bool(value.ndim)
+
+
+def held_by(value: Any, closed: tuple[type, ...] = CLOSED) -> Iterator[Any]:
+    """Yield what an object has in attributes and items, and what these have, unless ``closed``."""
+    left, seen = deque([value]), dict[int, Any]()
+    for _ in range(_PLACES):
+        if not left:
+            return
+        part = left.popleft()
+        if type(part) in ORDINARY or isinstance(part, closed) or id(part) in seen:
+            continue
+        seen[id(part)] = part
+        held = [*getattr(part, "__dict__", {}).values()]
+        if isinstance(part, dict):
+            held += dict.values(part)
+        elif isinstance(part, (list, tuple, set, frozenset, deque)):
+            held += part
+        elif isinstance(part, FunctionType):
+            cells = [cell for cell in part.__closure__ or () if cell != CellType()]
+            held += [cell.cell_contents for cell in cells]
+            held += [part.__defaults__, part.__kwdefaults__]
+        elif isinstance(part, (MethodType, BuiltinFunctionType)):
+            held += [part.__self__]
+        yield from held
+        left += held
+
+
+def is_opaque(value: Any) -> bool:
+    """Return whether ``value`` is a leaf, and no container of leaves."""
+    return pytree.tree_is_leaf(value) and not _is_mapping(value)
 
 
 class _MappingNode:

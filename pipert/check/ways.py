@@ -1,9 +1,9 @@
-"""Defines the ways to run a step, and runs a model in a pipe in these ways."""
+"""Runs the models of the checks in pipes, in all ways to run a step; words what a check finds."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from time import perf_counter
 from typing import NamedTuple
@@ -12,32 +12,109 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from pipert.check.models import Case
 from pipert.pipe import Pipe
+from pipert.skip import Skippable, pop, skippable, stash
 
 __all__: list[str] = []
 
-MODES = ("never", "except_last", "always")
-CALL = "loss.backward()"
-SCHEDULES = (CALL, "gpipe", "1f1b")
+HOLDS, BROKEN, REPORTED, NOT_CHECKED = "holds", "DOES NOT HOLD", "reported", "not checked"
 TIMEOUT = 60.0  # seconds: a step that does not end is an error
-
 Results = dict[str, Tensor | None]
 
 
+class Finding(NamedTuple):
+    """A line of the report: a check, its outcome, what was seen, and what that means."""
+
+    check: str
+    outcome: str
+    """``'reported'``: figures that are neither right nor wrong."""
+    seen: str
+    means: str = ""
+
+    def __str__(self) -> str:
+        means = f". That means: {self.means}" if self.outcome == BROKEN else ""
+        return f"* **{self.outcome}** {self.check}: {self.seen}{means}"
+
+
+def judged(check: str, faults: list[str], seen: str, means: str) -> Finding:
+    """Makes a finding that holds if there are no ``faults``; it names the first few of them."""
+    if not faults:
+        return Finding(check, HOLDS, seen)
+    more = f"; and {len(faults) - 3} more" if len(faults) > 3 else ""
+    return Finding(check, BROKEN, "; ".join(faults[:3]) + more, means)
+
+
 class Way(NamedTuple):
-    """A way to run a step: its schedule and checkpoint mode."""
+    """A way to run a step: ``'loss.backward()'`` or a schedule, and the checkpoint mode."""
 
     schedule: str
-    """``'loss.backward()'``, or a schedule of ``forward_backward``."""
     checkpoint: str
 
     def __str__(self) -> str:
         return f"{self.schedule}, checkpoint={self.checkpoint!r}"
 
 
-WAYS = tuple(Way(schedule, mode) for schedule in SCHEDULES for mode in MODES)
+CALL = "loss.backward()"
+MODES = ("never", "except_last", "always")
+WAYS = tuple(Way(schedule, mode) for schedule in (CALL, "gpipe", "1f1b") for mode in MODES)
 NEVER = tuple(way for way in WAYS if way.checkpoint == "never")
+
+
+class Case(NamedTuple):
+    """A model with its input, and the target of its squared error, on the CPU."""
+
+    name: str
+    layers: nn.Sequential
+    x: Tensor
+    target: Tensor
+    chunks: int = 4
+
+
+@skippable(stash=["embedded"])
+class _Stash(Skippable):
+    def forward(self, x: Tensor) -> Generator[stash, None, Tensor]:
+        yield stash("embedded", x)
+        return x.clone()
+
+
+@skippable(pop=["embedded"])
+class _Add(Skippable):
+    def forward(self, x: Tensor) -> Generator[pop, Tensor, Tensor]:
+        embedded = yield pop("embedded")
+        return x + embedded
+
+
+def transformer(n: int, dtype: torch.dtype, dropout: float = 0.0, tied: bool = True) -> Case:
+    """Makes a small transformer for ``n`` partitions, with all that makes a pipeline difficult.
+
+    Its head shares the embedding's weight, if ``tied``, and the embedding is added again at the
+    end, both across all partitions; one layer works in place. All its functions are smooth: where
+    ReLU chooses between values that differ by rounding, a gradient jumps. No BatchNorm: it depends
+    on the micro-batch.
+    """
+    torch.manual_seed(0)
+    embedding, head = nn.Embedding(8, 16), nn.Linear(16, 8, bias=False)
+    if tied:
+        head.weight = embedding.weight
+    blocks = [
+        nn.TransformerEncoderLayer(16, 2, 64, dropout, "gelu", batch_first=True) for _ in range(n)
+    ]
+    layers = nn.Sequential(embedding, _Stash(), nn.ELU(inplace=True), *blocks, _Add(), head)
+    tokens = torch.randint(8, (10, 12))  # micro-batches of 3, 3, 2 and 2
+    return Case("transformer", layers.to(dtype), tokens, torch.randn(10, 12, 8, dtype=dtype))
+
+
+def chain(n: int, m: int, layers: int, width: int, rows: int, dropout: float = 0.0) -> Case:
+    """Makes ``n`` partitions of ``layers`` equal layers, and ``m`` micro-batches of ``rows``.
+
+    Without dropout each layer saves one tensor of its input's size for the backward.
+    """
+    torch.manual_seed(0)
+    drop = [nn.Dropout(dropout)] if dropout else []
+    each = [nn.Sequential(nn.Linear(width, width), nn.Tanh(), *drop) for _ in range(n * layers)]
+    x, target = torch.randn(m * rows, width), torch.randn(m * rows, width)
+    name = f"{n} x {layers} layers of width {width}, {m} micro-batches of {rows} rows"
+    return Case(name, nn.Sequential(*each), x, target, m)
 
 
 @dataclass(frozen=True)
@@ -77,7 +154,6 @@ class Devices:
 
     @property
     def n(self) -> int:
-        """The number of partitions."""
         return len(self.partitions)
 
     @property

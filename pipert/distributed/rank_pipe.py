@@ -25,7 +25,7 @@ from pipert.distributed.rank_run import RankRuntime
 from pipert.distributed.rank_timeline import record
 from pipert.distributed.torch_schedules import check_schedule
 from pipert.layers.batchnorm import check_batch_norm
-from pipert.model.settings import check_checkpoint, check_chunks, whole
+from pipert.model.settings import check_checkpoint, check_chunks
 from pipert.model.split import check_balance, check_module, require_balance
 from pipert.observe.observers import Observer
 from pipert.skip.verify import verify_skippables
@@ -60,7 +60,7 @@ class Pipe(nn.Module):
             the current one; else ``'cpu'``.
         chunks: the number of micro-batches, at most; default 1.
         schedule: ``'1f1b'`` (default), ``'gpipe'``, ``'interleaved'``; or one that torch alone has,
-            by its name there: ``'InterleavedZeroBubble'``, ``'ZBVZeroBubble'``, ``'DualPipeV'``.
+            by its name there: ``'InterleavedZeroBubble'``, ``'ZBVZeroBubble'``.
         checkpoint: as in :class:`pipert.Pipe`. Default: ``'never'``, but ``'except_last'`` with
             ``'gpipe'``.
         deferred_batch_norm: as in :class:`pipert.Pipe`.
@@ -109,12 +109,12 @@ class Pipe(nn.Module):
             own_device = device_of(mesh, device)
             check_module(module)
             verify_skippables(module)
-            balance = [whole(count, "each entry of balance") for count in require_balance(balance)]
-            check_balance(module, balance, len(balance))
+            balance = require_balance(balance)
+            check_balance(module, balance)
             default = "except_last" if schedule == "gpipe" else "never"
             chosen = check_checkpoint(checkpoint) or default
             schedule = check_schedule(schedule, len(balance), len(ranks), chosen)
-            check_batch_norm(module, deferred_batch_norm)
+            check_batch_norm(module, deferred_batch_norm, stacklevel=3)
             settings = check_chunks(chunks), chosen, schedule, bool(deferred_batch_norm)
             self._settings = RankSettings(*settings)
             parts = parts_of(module, balance, schedule, ranks, own_device)

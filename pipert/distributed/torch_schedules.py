@@ -16,9 +16,9 @@ from pipert.distributed.split_backward import IS_SPLIT
 __all__: list[str] = []
 
 _SINGLE = ("gpipe", "1f1b")  # with one partition on each rank
-_V_SHAPED = ("zbvzerobubble", "dualpipev")  # with two
-_SPLITTING = ("interleavedzerobubble", *_V_SHAPED)
-NAMES = ("gpipe", "1f1b", "interleaved", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+_V_SHAPED = "zbvzerobubble"  # with two
+_SPLITTING = ("interleavedzerobubble", _V_SHAPED)
+NAMES = ("gpipe", "1f1b", "interleaved", "InterleavedZeroBubble", "ZBVZeroBubble")
 
 
 def check_schedule(schedule: Any, n: int, ranks: int, checkpoint: str) -> str:
@@ -34,7 +34,7 @@ def check_schedule(schedule: Any, n: int, ranks: int, checkpoint: str) -> str:
     needed, fits = "a multiple of the ranks", n % ranks == 0
     if name in _SINGLE:
         needed, fits = "one partition on each rank", n == ranks
-    if name in _V_SHAPED:
+    if name == _V_SHAPED:
         needed, fits = "two partitions on each rank", n == 2 * ranks
     if not fits:
         raise ValueError(
@@ -57,7 +57,7 @@ def check_schedule(schedule: Any, n: int, ranks: int, checkpoint: str) -> str:
 
 def ranks_of(name: str, n: int, ranks: int) -> list[int]:
     """Return for each partition the index of its rank within the pipeline."""
-    if name in _V_SHAPED:
+    if name == _V_SHAPED:
         return [*range(ranks), *reversed(range(ranks))]
     return [j % ranks for j in range(n)]
 
@@ -71,6 +71,6 @@ def make_schedule(
         if loss_fn is None or m < stages[0].num_stages:
             made = ScheduleGPipe  # with so few micro-batches 1F1B is the same
         return made(stages[0], m, loss_fn=loss_fn, scale_grads=False)
-    if loss_fn is None and name not in _V_SHAPED:
+    if loss_fn is None and name != _V_SHAPED:
         made = ScheduleLoopedBFS
     return made(stages, m, loss_fn=loss_fn, scale_grads=False)

@@ -43,7 +43,7 @@ __all__: list[str] = []
 _committing = ProcessLock()
 
 
-def check_batch_norm(module: nn.Module, deferred: bool | None) -> None:
+def check_batch_norm(module: nn.Module, deferred: bool | None, stacklevel: int) -> None:
     """Refuse BatchNorm layers that cannot work in a pipe; warn if ``deferred`` was not chosen.
 
     Warn of other layers that depend on the whole batch, too.
@@ -81,9 +81,9 @@ def check_batch_norm(module: nn.Module, deferred: bool | None) -> None:
             "each updates the running statistics. Choose deferred_batch_norm=True to update them "
             "once for each mini-batch, as without a pipe, or deferred_batch_norm=False to accept "
             "this",
-            stacklevel=4,  # skips Partitioned and Pipe: points at the code that makes the pipe
+            stacklevel=stacklevel,
         )
-    warn_of_whole_batches(_modules(module))
+    warn_of_whole_batches(_modules(module), stacklevel + 1)
 
 
 def _modules(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:

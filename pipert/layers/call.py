@@ -6,12 +6,12 @@ partition and whatever must be the same the second time, but neither the run nor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from pipert._typing import Value
 from pipert.batch.microbatch import Arguments
@@ -22,11 +22,11 @@ from pipert.layers.compiled_backward import call_compiled
 from pipert.layers.compiling import is_compiled
 from pipert.layers.effects import Effect, Effects
 from pipert.layers.never_recompute import FromForward
+from pipert.layers.parameter_copies import ParameterCopies
 from pipert.layers.phase import checkpoint_here, is_recomputing, microbatch, recompute_here
 from pipert.layers.place import Place, describe_layer
 from pipert.layers.random_numbers import Draws, RunSeed, drawing
 from pipert.layers.snapshot import Snapshot
-from pipert.layers.tied import Substitute, Weights
 from pipert.observe.notifier import Notifier
 from pipert.schedules.action import FORWARD, RECOMPUTE, Action
 from pipert.skip.routes import PartitionSkips
@@ -53,7 +53,7 @@ class Layers:
 
     __slots__ = (
         "_compiled", "_context", "_effects", "_notifier", "_partition", "_place", "_skips",
-        "_snapshot", "_substitutes", "_with_buffers",
+        "_snapshot", "_with_buffers", "copies",
     )  # fmt: skip
 
     def __init__(
@@ -71,25 +71,14 @@ class Layers:
         self._skips = skips if skips.pops else None
         self._notifier = notifier
         self._effects = effects
-        self._substitutes: dict[nn.Module, Substitute] = {}
+        self.copies: ParameterCopies | None = None
+        """The copies that layers compute with, of parameters that live on other devices."""
         self._snapshot: Snapshot | None = None
         self._with_buffers: set[nn.Module] | None = None
         """The layers that have buffers; known once :meth:`forward` begins."""
         # On CPU one thread runs the backward of all partitions.
         on_gpu = context.grad_enabled and place.device.type == "cuda"
         self._compiled = {layer for layer in partition if is_compiled(layer)} if on_gpu else set()
-
-    def lend(self, weights: Weights, copies: Sequence[Tensor], versions: Sequence[int]) -> None:
-        """Let the layers compute with ``copies`` of parameters that live on other devices.
-
-        ``versions`` are those of the parameters when the run began.
-        """
-        lent = list(zip(weights, copies, versions, strict=True))
-        for layer in self._partition:
-            parameters = set(layer.parameters())
-            used = [triple for triple in lent if triple[0] in parameters]
-            if used:
-                self._substitutes[layer] = Substitute(*zip(*used, strict=True))
 
     def to_recompute(self, i: int) -> FromForward:
         """Begin to checkpoint a micro-batch, in its forward; return what keeps what it returns."""
@@ -121,8 +110,8 @@ class Layers:
                 call: Any = layer
                 if layer in self._compiled:
                     call = partial(call_compiled, call)
-                if layer in self._substitutes:
-                    call = partial(self._substitutes[layer].during, call)
+                if self.copies is not None:
+                    call = self.copies.wrap(self._place.j, [layer], call)
                 if layer in buffers:
                     call = partial(buffers[layer].put_aside, call)
                 if kept is not None and layer in kept.exempt:

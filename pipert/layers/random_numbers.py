@@ -21,7 +21,7 @@ random one advances it by one draw.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -126,8 +126,16 @@ class Draws:
             return default_generator(device).generator
         found = self._own.get(device)
         if found is None:
-            found = self._own[device] = torch.Generator(device).manual_seed(self._seed)
+            found = self._own[device] = torch.Generator(device)
+            state = self._states.get(device)
+            found.manual_seed(self._seed) if state is None else found.set_state(state)
         return found
+
+    def from_here(self) -> Callable[[], AbstractContextManager[None]]:
+        """Return what makes a block in which the numbers are drawn again that are drawn next."""
+        used = dict(self._own) | {each: default_generator(each).generator for each in self.shared}
+        states = {device: generator.get_state() for device, generator in used.items()}
+        return partial(_drawing_from, states, self.run, self.number, self.device)
 
     def note_draw(self) -> None:
         """Note that the run has drawn random numbers."""
@@ -182,6 +190,12 @@ def drawing(draws: Draws) -> Iterator[None]:
     """Draw the random numbers of a task in the block."""
     with draws, DRAWING.included():
         yield
+
+
+def _drawing_from(states: dict[torch.device, Tensor], *args: Any) -> AbstractContextManager[None]:
+    draws = Draws(*args)
+    draws._states.update(states)
+    return drawing(draws)
 
 
 def drawing_apart() -> AbstractContextManager[None]:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from pipert._torch import is_lazy
-from pipert._typing import Value
-from pipert.autograd.leaves import leaves_behind
-from pipert.autograd.recompute import check_graph
-from pipert.batch.tensors import Versions, differentiable
+from pipert.autograd.recompute import other_kernels
+from pipert.batch.tensors import Versions
 from pipert.errors import RecomputationError
 from pipert.layers.buffers import Buffers
 from pipert.layers.modules import modules_of
@@ -104,37 +103,19 @@ class Snapshot:
                 "exempt it with pipert.never_recompute, or use checkpoint='never'"
             )
 
-    def other_settings(self) -> str:
-        """Return which settings of the process have changed; empty if none has."""
+    def other_settings(self, of: Collection[str] = ()) -> str:
+        """Return which settings of the process have changed; empty if none has. By default any."""
         pairs = zip(SETTINGS, self._settings, map(operator.call, SETTINGS.values()), strict=True)
-        found = [f"{name} was {old} and is {new}" for name, old, new in pairs if old != new]
+        found = [
+            f"{name} was {old} and is {new}"
+            for name, old, new in pairs
+            if old != new and (not of or name in of)
+        ]
         return f"since the forward settings have changed: {', '.join(found)}" if found else ""
-
-    def _refuse_other_attention(self, y: Value, has_same_nodes: bool) -> None:
-        """Refuse to fill in the graph of one kernel what another one has saved.
-
-        Torch chooses the best of the kernels that are enabled. So ``F`` had the same if that is
-        enabled in both, and if all that were enabled in ``F`` still are. Else the number of nodes
-        tells, except under autocast, where casts may be others.
-        """
-        pairs = zip(SETTINGS, self._settings, map(operator.call, SETTINGS.values()), strict=True)
-        changed = {name: new for name, old, new in pairs if old != new and name in KERNELS}
-        new_ones = [name for name, is_enabled in changed.items() if is_enabled]
-        is_cast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
-        differs = len(new_ones) < len(changed) and not has_same_nodes and not is_cast
-        ends = [tensor.grad_fn for tensor in differentiable(y)[0] if tensor.grad_fn is not None]
-        names = "".join([type(node).__name__ for node in leaves_behind(ends).nodes])
-        if differs or any(kernel in names for kernel in new_ones):
-            raise RecomputationError(
-                "a recomputation uses another kernel for attention than its forward, as "
-                "torch.nn.attention.sdpa_kernel is around one of them only; put loss.backward() "
-                "into the same block, or use checkpoint='never'"
-            )
 
     def refuse_changes(self) -> None:
         """Refuse to recompute with other or modified parameters, or in another mode."""
-        if [*map(operator.call, SETTINGS.values())] != self._settings:
-            check_graph.set(self._refuse_other_attention)
+        other_kernels.set(partial(self.other_settings, KERNELS))
         if list(map(_mode, self._layers)) != self._modes:
             each = zip(self._layers, self._modes, strict=True)
             layer = next(layer for layer, mode in each if layer.training != mode)
@@ -160,7 +141,6 @@ KERNELS: dict[str, Callable[[], object]] = {
     "EfficientAttention": torch.backends.cuda.mem_efficient_sdp_enabled,
     "CudnnAttention": torch.backends.cuda.cudnn_sdp_enabled,
 }
-"""Kernels for attention, by what the names of their nodes contain."""
 SETTINGS = {"torch.get_default_dtype()": torch.get_default_dtype, **KERNELS}
 """Settings of the process that decide which operations are computed."""
 _ORDINARY = {nn.Parameter, type(None)}

@@ -17,7 +17,7 @@ from pipert.errors import WholeBatchWarning
 __all__: list[str] = []
 
 
-def warn_of_whole_batches(layers: Iterable[tuple[str, nn.Module]]) -> None:
+def warn_of_whole_batches(layers: Iterable[tuple[str, nn.Module]], stacklevel: int) -> None:
     """Warn of those of the named layers whose gradients or state are not the plain module's."""
     found = [f"{name!r} ({why})" for name, layer in layers if (why := _why(layer))]
     if found:
@@ -28,7 +28,7 @@ def warn_of_whole_batches(layers: Iterable[tuple[str, nn.Module]]) -> None:
             "without a pipe. With chunks=1 they are; otherwise accept that, as data parallelism "
             "does, by ignoring pipert.WholeBatchWarning with warnings.filterwarnings",
             WholeBatchWarning,
-            stacklevel=5,  # as in check_batch_norm, which calls this
+            stacklevel=stacklevel,
         )
 
 

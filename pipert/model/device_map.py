@@ -135,35 +135,30 @@ def note_device_map(model: nn.Module, device_of: Mapping[str, torch.device]) -> 
 
 
 def hand_back(model: nn.Module) -> None:
-    """Let accelerate bring arguments to the layers of a model that is on several devices.
+    """Let accelerate, if it is in use, bring arguments to the layers of a model on several devices.
 
-    Where accelerate is not in use, the log says that the model cannot be called as it is.
+    A layer with weights on several devices, such as a tied one, prevents that: it would be copied.
     """
-    given: dict[str, Any] = dict(vars(model).get(_MAP, {}))
-    if len(set(given.values())) < 2:
-        return
+    # As objects: the name "cpu" would ask accelerate to offload, which drops the parameters.
+    given = {name: _parse(device) for name, device in vars(model).get(_MAP, {}).items()}
     accelerate: Any = sys.modules.get("accelerate")
-    if accelerate is None:
-        _log.info(
-            "the model stays on %s, and cannot be called there now that its pipe is closed; import "
-            "accelerate before, whose hooks bring arguments to each device, or move it to one",
-            sorted(map(str, set(given.values()))),
-        )
+    if len(set(given.values())) < 2 or accelerate is None:
         return
     modules = dict(model.named_modules())
     for name in given:  # a layer may have moved to the partition that called it first
-        tensors = (*modules[name].parameters(), *modules[name].buffers()) if name in modules else ()
-        used = {tensor.device.index for tensor in tensors if tensor.device.type == "cuda"}
-        if len(used) > 1:  # it shares a weight with a layer elsewhere, which accelerate would copy
-            _log.info("%r has weights on several devices, so it cannot be called there", name)
+        layer = modules.get(name, nn.Module())
+        used = {tensor.device for tensor in layer.parameters()}
+        used |= {buffer.device for buffer in layer.buffers() if buffer.is_cuda}
+        if len(used) > 1:
             return
         given[name] = next(iter(used), given[name])
     own = [*model._parameters.values(), *model._buffers.values()]  # which stay: it would copy them
-    main = next((tensor.device for tensor in own if tensor is not None), None)
+    main = next((t.device for t in own if t is not None), next(iter(given.values())))
     skipped = getattr(model, "_skip_keys_device_placement", None)  # arguments that stay, as caches
     with warnings.catch_warnings():  # a parameter of no layer has an entry, as it must
         warnings.filterwarnings("ignore", "The following device_map keys do not match")
         try:
             accelerate.dispatch_model(model, given, main, skip_keys=skipped)
+            note_device_map(model, given)
         except ValueError as error:  # such as for a module that was put in later
             _log.warning("accelerate does not take the model of a closed pipe back: %s", error)

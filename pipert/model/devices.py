@@ -8,13 +8,30 @@ devices that may hold several partitions, as CUDA devices do.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
+from torch import Tensor
 
 from pipert._typing import Device
 
 __all__: list[str] = []
+
+
+def devices_and_workers(
+    devices: Iterable[Device] | None, n: int
+) -> tuple[list[torch.device], list[int]]:
+    """Return the device and the worker of each of ``n`` partitions; refuse fewer devices.
+
+    Without ``devices`` these are the CUDA devices in order, or logical CPU devices.
+    """
+    found = default_devices(n) if devices is None else parse_devices(devices)
+    if len(found) < n:
+        raise IndexError(
+            f"each partition needs a device, but there are {n} partitions and {len(found)} devices;"
+            " make fewer partitions, or name devices (one may appear twice)"
+        )
+    return where_tensors_are(found[:n]), assign_workers(found[:n])
 
 
 def default_devices(partitions: int) -> list[torch.device]:
@@ -69,3 +86,17 @@ def assign_workers(devices: Sequence[torch.device]) -> list[int]:
     logical = [object() if device == torch.device("cpu") else device for device in devices]
     numbers = {device: k for k, device in enumerate(dict.fromkeys(logical))}
     return [numbers[device] for device in logical]
+
+
+def refuse_other_devices(
+    fn: Callable[[Tensor], Tensor], devices: Sequence[torch.device]
+) -> None:
+    """Refuse a function for ``nn.Module._apply`` that moves tensors away from their devices."""
+    for device in set(devices):
+        moved = fn(torch.empty(0, device=device)).device
+        if moved != device:
+            raise RuntimeError(
+                f"the layers of a Pipe live on its devices {list(map(str, devices))} and cannot be "
+                f"moved to {moved}; make a new Pipe of the module with other devices, or move the "
+                "layers one by one after close()"
+            )

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from pipert._torch import NormBase
 from pipert.errors import NotBatchFirstWarning
-from pipert.layers.tied import borrowed, check_borrowers
+from pipert.layers.parameter_copies import borrowed, check_borrowers
+from pipert.model.settings import whole
 
 __all__: list[str] = []
 
@@ -67,7 +68,7 @@ def check_module(module: Any) -> None:
         )
 
 
-def warn_if_not_batch_first(module: nn.Module) -> None:
+def warn_if_not_batch_first(module: nn.Module, stacklevel: int) -> None:
     """Warn about modules inside that take dimension 0 for time, which is torch's default."""
     names = [
         name
@@ -82,12 +83,12 @@ def warn_if_not_batch_first(module: nn.Module) -> None:
             "Make them with batch_first=True, and pass rows in dimension 0. If a layer of your own "
             "transposes their input, all is well: ignore pipert.NotBatchFirstWarning",
             NotBatchFirstWarning,
-            stacklevel=4,  # Partitioned, Pipe, and the code that makes one
+            stacklevel=stacklevel,
         )
 
 
-def require_balance(balance: Any) -> Iterable[int]:
-    """Return ``balance``; refuse ``None`` and anything that is not iterable."""
+def require_balance(balance: Any) -> list[int]:
+    """Return ``balance`` as integers; refuse ``None`` and anything that is not iterable."""
     if balance is None:
         raise ValueError(
             "balance is required: how many layers each partition takes, one entry for each "
@@ -97,11 +98,11 @@ def require_balance(balance: Any) -> Iterable[int]:
         raise TypeError(
             f"balance must be a sequence of numbers of layers, such as [2, 2], got {balance!r}"
         )
-    return balance
+    return [whole(count, "each entry of balance") for count in balance]
 
 
-def check_balance(module: nn.Sequential, balance: Sequence[int], devices: int) -> None:
-    """Refuse a balance that does not fit the module or the number of devices."""
+def check_balance(module: nn.Sequential, balance: Sequence[int]) -> None:
+    """Refuse a balance that does not fit the module."""
     layers = len(module)
     if any(count <= 0 for count in balance):
         raise ValueError(f"each entry of balance must be positive, got {list(balance)}")
@@ -109,11 +110,6 @@ def check_balance(module: nn.Sequential, balance: Sequence[int], devices: int) -
         raise ValueError(
             f"balance must add up to the number of layers, but {list(balance)} adds up to "
             f"{sum(balance)} and the module has {layers}; {_MEASURE}"
-        )
-    if len(balance) > devices:
-        raise IndexError(
-            f"each partition needs a device, but balance has {len(balance)} partitions and there "
-            f"are {devices} devices; use a shorter balance, or name devices (one may appear twice)"
         )
 
 

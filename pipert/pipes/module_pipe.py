@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pipert._torch import STATE_TABLES
 from pipert._typing import Device, Value
@@ -20,8 +20,8 @@ from pipert.model.calls import order_of_calls
 from pipert.model.cuts import check_cuts, homes, homes_outside_of_layers, layers_of
 from pipert.model.data_parallel import refuse_data_parallel
 from pipert.model.device_map import hand_back, note_device_map
-from pipert.model.devices import default_devices, parse_devices
-from pipert.model.settings import check_checkpoints, check_timeout
+from pipert.model.devices import devices_and_workers
+from pipert.model.settings import check_timeout
 from pipert.model.split import (
     Partition,
     move,
@@ -29,7 +29,7 @@ from pipert.model.split import (
     sequential,
     warn_if_not_batch_first,
 )
-from pipert.pipes.pipelined import Pipelined
+from pipert.pipes.base import PipeBase
 from pipert.schedules.plan import recomputed_in_each
 from pipert.skip.verify import declarations
 from pipert.workers.context import refuse_transforms
@@ -37,7 +37,7 @@ from pipert.workers.context import refuse_transforms
 __all__ = ["ModulePipe"]
 
 
-class ModulePipe(Pipelined):
+class ModulePipe(PipeBase):
     """Runs any ``nn.Module`` over several devices. Made by :func:`pipeline`.
 
     Calls, steps, settings and closing are as in :class:`Pipe`, unless that function says otherwise.
@@ -49,8 +49,6 @@ class ModulePipe(Pipelined):
 
     _routed: Sequence[Routed]
     _has_run = False
-
-    _own = Pipelined._own | {"_cuts", "module"}
 
     def __init__(
         self,
@@ -64,22 +62,14 @@ class ModulePipe(Pipelined):
         deferred_batch_norm: bool | None = None,
         timeout: float | None = None,
     ) -> None:
-        super().__init__()
-        self.chunks = chunks
-        self.timeout = timeout
         refuse_data_parallel(module)
-        self._cuts = check_cuts(module, cuts)
-        n = len(self._cuts) + 1
-        self._checkpoint = check_checkpoints(checkpoint, n)
-        parsed = default_devices(n) if devices is None else parse_devices(devices)
-        if len(parsed) < n:
-            raise IndexError(
-                f"each partition needs a device, but {n - 1} cuts make {n} partitions and there "
-                f"are {len(parsed)} devices; use fewer cuts, or name devices (one may appear twice)"
-            )
-        self._live_on(parsed[:n], deferred_batch_norm)
-        check_batch_norm(module, deferred_batch_norm)
-        warn_if_not_batch_first(module)
+        names = check_cuts(module, cuts)
+        n = len(names) + 1
+        super().__init__(n, chunks, checkpoint, deferred_batch_norm, timeout)
+        self._cuts = names
+        self._devices, self._workers = devices_and_workers(devices, n)
+        check_batch_norm(module, deferred_batch_norm, stacklevel=4)  # behind pipeline()
+        warn_if_not_batch_first(module, stacklevel=4)
         self.__dict__["module"] = module
         for name in STATE_TABLES:
             self.__dict__[name] = module.__dict__[name]
@@ -99,7 +89,6 @@ class ModulePipe(Pipelined):
             for j in range(len(cuts) + 1)
         ]
         self._partitions = tuple(sequential(p, module.training, Partition) for p in partitions)
-        self._balance = [len(partition) for partition in self._partitions]
         if any(unit for partition in self._partitions for unit in declarations(partition)):
             raise TypeError(
                 "the model has layers that stash and pop skips, which are for an nn.Sequential; "
@@ -127,9 +116,6 @@ class ModulePipe(Pipelined):
         self._release.atexit = False
         return model
 
-    def _batch_norm_groups(self) -> Sequence[nn.Module]:
-        return [self.module]  # a layer may be called in any partition
-
     def _start(self) -> None:
         super()._start()
         layers = [layer for partition in self._partitions for layer in partition]
@@ -156,7 +142,10 @@ class ModulePipe(Pipelined):
         self, module: nn.Module, call: Callable[..., Value], args: Any, kwargs: dict[str, Any],
         why_in_one: str, join_numbers: JoinNumbers,
     ) -> Value:  # fmt: skip
-        """Call the model, or a part of it that calls layers, as ``Runs`` says."""
+        """Call the model, or a part of it around layers, in one micro-batch if there is a reason.
+
+        ``call`` calls it, for each micro-batch; ``join_numbers`` joins 0-dimensional outputs.
+        """
         refuse_compilation()
         refuse_transforms()
         chunks = 1 if why_in_one else self._chunks
@@ -173,18 +162,18 @@ class ModulePipe(Pipelined):
         self._check_cuts()
         return y
 
+    def _step(self, *args: Any) -> Tensor:
+        loss = super()._step(*args)
+        self._check_cuts()
+        return loss
+
     def _check_cuts(self) -> None:
+        """Warn, after the first run, of cuts at which no partition has begun."""
         if not self._has_run:
             self.__dict__["_has_run"] = True
             model = self._runtime.model
             assert isinstance(model, AnyModel)
             model.layers.warn_of_cuts()
-
-    def _entry_module(self) -> nn.Module:
-        return self.module
-
-    def _refuse_function(self) -> None:
-        """Refuse nothing: the model's own code runs for each micro-batch."""
 
     def close(self, timeout: float | None = None) -> None:
         seconds = self._timeout if timeout is None else check_timeout(timeout)
@@ -204,7 +193,7 @@ class ModulePipe(Pipelined):
             if is_first and pipe_of(self.module) is None:
                 hand_back(self.module)
 
-    close.__doc__ = Pipelined.close.__doc__
+    close.__doc__ = PipeBase.close.__doc__
 
     def train(self, mode: bool = True) -> Self:
         """As in ``nn.Module``."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from pipert.observe.observers import Observer, RunInfo
-from pipert.pipes.pipelined import Pipelined, when_made
+from pipert.pipes.base import PipeBase, when_made
 from pipert.timeline.timeline import Timeline
 
 __all__: list[str] = []
@@ -30,7 +30,7 @@ class _Traced(Observer):
     It records until the next call begins, so that backwards are included. It references no pipe.
     """
 
-    def __init__(self, pipe: Pipelined, skip: int, calls: int) -> None:
+    def __init__(self, pipe: PipeBase, skip: int, calls: int) -> None:
         self._recording = pipe.record()
         self._open = contextlib.ExitStack()
         self._skip = skip

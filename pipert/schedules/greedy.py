@@ -2,12 +2,12 @@
 
 A worker that is free does a backward that is ready, else a forward if it has room for another
 micro-batch, else the gradients of weights that backwards have put off, else it waits. Of several it
-does that of the lowest micro-batch, and of its later partition.
+does that of the lowest micro-batch, and of its later partition. All actions take the same time, 1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from heapq import heappop, heappush
 
 from pipert.schedules.action import (
@@ -23,15 +23,11 @@ from pipert.schedules.action import (
 
 __all__: list[str] = []
 
-Seconds = Callable[[Action], float]
-Copying = Callable[[int, int], float]
-"""The time in which the result of a partition gets to another one, on another worker."""
-
 _KINDS = (BACKWARD, FORWARD, WEIGHT)
 
 
 def greedy(
-    m: int, placement: Sequence[int], room: Mapping[int, int], seconds: Seconds, copying: Copying
+    m: int, placement: Sequence[int], room: Mapping[int, int], copying: float
 ) -> list[list[Action]]:
     """Order all actions of a step of ``m`` micro-batches, with ``W``; return its ticks.
 
@@ -41,10 +37,9 @@ def greedy(
         room: how many micro-batches each worker may keep from ``F`` to ``W``, counted once for each
             of its partitions. Of these one is left free for each later partition of the worker, so
             the least is the number of its partitions.
-        seconds: the time of each action, that of ``R`` in its ``B``.
-        copying: the time of copies.
+        copying: the time in which a result gets to a partition on another worker.
     """
-    simulation = _Simulation(m, placement, room, seconds, copying)
+    simulation = _Simulation(m, placement, room, copying)
     simulation.run()
     workers, n = sorted(simulation.sequences), len(placement)
     sequences = [simulation.sequences[worker] for worker in workers]
@@ -55,16 +50,11 @@ class _Simulation:
     """The workers at one moment of a step."""
 
     def __init__(
-        self,
-        m: int,
-        placement: Sequence[int],
-        room: Mapping[int, int],
-        seconds: Seconds,
-        copying: Copying,
+        self, m: int, placement: Sequence[int], room: Mapping[int, int], copying: float
     ) -> None:
         self.sequences: dict[int, list[Action]] = {worker: [] for worker in placement}
         self._m, n, self._placement, self._room = m, len(placement), placement, room
-        self._seconds, self._copying = seconds, copying
+        self._copying = copying
         self._size = Size(m, n, 0)
         # The later partitions first: of one micro-batch, they are preferred.
         order = range(n - 1, -1, -1)
@@ -92,11 +82,11 @@ class _Simulation:
         self.sequences[worker].append(action)
         self._kept[worker] += (kind == FORWARD) - (kind == WEIGHT)
         self._next[kind, j] = Action(kind, i + 1, j)
-        end = self._free_at[worker] = now + self._seconds(action)
+        end = self._free_at[worker] = now + 1.0
         for to in (j - 1, j, j + 1):
             if 0 <= to < len(self._placement):
                 is_here = self._placement[to] == worker
-                arrival = end if is_here else end + self._copying(j, to)
+                arrival = end if is_here else end + self._copying
                 self._arrivals[action, to] = arrival
                 if to == j or not is_here:
                     heappush(self._moments, (arrival, self._placement[to]))

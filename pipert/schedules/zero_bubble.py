@@ -1,8 +1,7 @@
 """Fills the bubble with gradients of weights: schedules with a ``W`` (arXiv:2401.10241).
 
 A backward that puts off the gradients of weights lets the partition before go on sooner, and
-leaves work for when a worker would wait. The order comes from a simulation (:func:`.greedy`) in
-which all actions take the same time.
+leaves work for when a worker would wait. The order comes from a simulation (:func:`.greedy`).
 """
 
 from __future__ import annotations
@@ -66,4 +65,4 @@ def _zero_bubble(
 ) -> Ticks:
     """Order the actions, with ``most`` micro-batches on a device, from their ``F`` to ``W``."""
     room = {worker: most * count for worker, count in Counter(placement).items()}
-    return greedy(m, placement, room, lambda _: 1.0, lambda *_: copying)
+    return greedy(m, placement, room, copying)

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from pipert._torch import node_count
 from pipert._typing import Value
-from pipert.autograd.checkpoint import Checkpoint
 from pipert.autograd.weight_gradients import compute_later
 from pipert.batch.tensors import differentiable
 from pipert.layers.never_recompute import FromForward
@@ -68,13 +67,8 @@ def recompute(stage: Stage, i: int, _: Value) -> None:
     cut = stage.cut
     assert cut is not None
     kept = cut.kept.get(i)
-    if kept is not None and kept.recomputation is not None:
-        graphs = kept.graphs
-        if isinstance(kept.recomputation, Checkpoint):
-            kept.recomputation.refill(True)
-        else:
-            graphs += (kept.recomputation.compute(True),)
-        cut.kept[i] = kept._replace(graphs=graphs, recomputation=None)
+    if kept is not None and kept.checkpoint is not None:
+        kept.checkpoint.refill(True)
 
 
 def backward(stage: Stage, i: int, dy: Gradients) -> Gradients:

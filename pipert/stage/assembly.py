@@ -16,13 +16,14 @@ from pipert._typing import Value
 from pipert.layers.batchnorm import DeferredStats
 from pipert.layers.call import Layers, RandomLayers
 from pipert.layers.drawing import draws
+from pipert.layers.parameter_copies import Weights, borrowed, hooked
 from pipert.layers.place import Place, last_layer
-from pipert.layers.tied import Weights, borrowed, hooked
 from pipert.skip.routes import PartitionSkips
 from pipert.stage.actions import ACTIONS, Actions
 from pipert.stage.call_boundary import CallBoundary
 from pipert.stage.copies import CallTransport, Copies, StepTransport, Transport
 from pipert.stage.links import NOWHERE, Link, between, from_caller, to_caller
+from pipert.stage.loss import StepFunction
 from pipert.stage.recorded import RecordedTransport, recorded_link
 from pipert.stage.run import Run
 from pipert.stage.stage import Links, Stage
@@ -39,6 +40,17 @@ class Model(Protocol):
     def partitions(self) -> tuple[nn.Sequential, ...]:
         """The layers of each partition."""
 
+    @property
+    def entry(self) -> nn.Module | None:
+        """The module that receives the arguments of a call; ``None`` without layers."""
+
+    @property
+    def norm_parts(self) -> Sequence[nn.Module]:
+        """The parts whose running statistics are each noted by one worker."""
+
+    def function_of(self, step: StepFunction | None) -> StepFunction | None:
+        """Return the user's function that calls the model in a step, if there is one."""
+
     def assemble(
         self, run: Run, inputs: list[Value], step: Step | None, stats: DeferredStats | None
     ) -> list[Stage]:
@@ -52,6 +64,24 @@ class Layered:
     partitions: tuple[nn.Sequential, ...]
     skips: tuple[PartitionSkips, ...]
     """For each partition, where its skips come from and go to."""
+    borrows: bool = True
+    """Whether stages copy parameters that live on other devices. Any model does that itself."""
+
+    @property
+    def entry(self) -> nn.Module | None:
+        return next((layer for partition in self.partitions for layer in partition), None)
+
+    @property
+    def norm_parts(self) -> Sequence[nn.Module]:
+        return self.partitions
+
+    def function_of(self, step: StepFunction | None) -> None:
+        """Refuse a function that calls the model."""
+        if step is not None:
+            raise TypeError(
+                "step calls the model as a whole, which a Pipe has cut into layers; make the pipe "
+                "with pipert.pipeline(module, cuts), or give loss_fn"
+            )
 
     def assemble(
         self, run: Run, inputs: list[Value], step: Step | None, stats: DeferredStats | None
@@ -138,7 +168,7 @@ def _ends(
 
 def _borrowed(run: Run, model: Layered, step: Step | None) -> Sequence[Weights]:
     """Return the parameters of each partition for which a substitute is used."""
-    elsewhere = borrowed(model.partitions, run.devices)
+    elsewhere = borrowed(model.partitions, run.devices if model.borrows else ())
     if step is None:
         return elsewhere
     pairs = zip(model.partitions, elsewhere, strict=True)

@@ -40,7 +40,7 @@ def gather(
         return [cut.step.loss.gradient_of(i, kept.loss)]
     gathered = cut.bring_gradients(i, dy, stage.place.j + 1)
     if not gathered:
-        gathered = [None] * (len(kept.graphs[0].ys) - sum(kept.leaving))
+        gathered = [None] * (len(kept.graph.ys) - sum(kept.leaving))
     for (key, k), count in zip(stage.leaving, kept.leaving, strict=True):
         skip_gradients = stage.run.skips.receive_back(key, i, k) or [None] * count
         gathered += cut.bring_gradients(i, skip_gradients, k)
@@ -64,12 +64,12 @@ def differentiate_stage(
 def _differentiate(
     stage: Stage, cut: StepBoundary, i: int, kept: Kept, dys: Gradients
 ) -> Gradients:
-    for graph in kept.graphs:  # that of the loss first
-        dys, leaves, gradients = differentiate_graph(stage, cut, i, graph, dys)
-        if graph is kept.graphs[-1]:
-            cut.copies.let_others_copy(i)  # before the sums: the copy needs none of them
-        cut.gradients.add(leaves, gradients)
-    return dys
+    if kept.checkpoint is not None:
+        kept.checkpoint.in_step = partial(differentiate_recomputed, cut, i)
+    dxs, leaves, gradients = differentiate_graph(stage, cut, i, kept.graph, dys)
+    cut.copies.let_others_copy(i)  # before the sums: the copy needs none of them
+    cut.gradients.add(leaves, gradients)
+    return dxs
 
 
 def differentiate_graph(
@@ -106,6 +106,28 @@ def differentiate_graph(
 _node: Callable[[Any], Any] = attrgetter("node")
 
 
+def differentiate_recomputed(
+    cut: StepBoundary, i: int, ys: Sequence[Any], wanted: Sequence[Any], dys: Sequence[Tensor]
+) -> Gradients:
+    """Return the gradients of what a recomputed call of a layer began with, inside of ``B[i,j]``.
+
+    Those that ``W[i,j]`` will compute are left out.
+    """
+    if not cut.puts_off:
+        return differentiate(ys, wanted, dys)
+    ends = list(map(_node, ys))
+    begins = {one.node for one in wanted if not isinstance(one, Tensor)}
+    behind = leaves_behind(ends, stop=begins)
+    put_off = PutOff(behind._replace(nodes=behind.nodes - begins), ends)
+    rest = {id(leaf) for leaf in put_off.leaves}
+    now = [one for one in wanted if not isinstance(one, Tensor) or id(one) in rest]
+    run = lambda wanted, ys, dys: differentiate(ys, wanted, dys)  # noqa: E731
+    found, later = put_off.differentiate(run, now, ys, dys)
+    cut.later.setdefault(i, []).extend(later)
+    gradients = dict(zip(map(id, now), found, strict=True))
+    return [gradients.get(id(one)) for one in wanted]
+
+
 def gradients_of(
     stage: Stage,
     behind: Behind,
@@ -134,7 +156,7 @@ def gradients_of(
         raise
 
 
-_ENGINELESS = ("_EnterBackward", "CompiledFunctionBackward")
+_ENGINELESS = ("_EnterBackward", "_CheckpointBackward", "CompiledFunctionBackward")
 """Functions written in Python whose backward is known to call no engine."""
 
 

@@ -29,12 +29,12 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from pipert._typing import Value
-from pipert.batch.tensors import Carried, version
+from pipert.batch.tensors import Carried
 from pipert.layers.batchnorm import PartitionStats
 from pipert.layers.call import Layers
+from pipert.layers.parameter_copies import ParameterCopies, Weights
 from pipert.layers.phase import begin_microbatch, end_microbatch
 from pipert.layers.place import Place
-from pipert.layers.tied import Weights
 from pipert.queues.closable import Once
 from pipert.schedules.action import BACKWARD, FORWARD, RECOMPUTE, WEIGHT, Action
 from pipert.skip.namespace import Key
@@ -89,7 +89,7 @@ class Stage:
     links: Links
     ends: CallBoundary | StepBoundary
     borrowed: Weights
-    """The parameters that substitutes stand for; empty once these are lent to the layers."""
+    """The parameters that layers compute with copies of; empty once these are made."""
     stats: PartitionStats | None
     """Where running statistics are noted, if they are deferred."""
     how: dict[str, How] = field(default_factory=dict)
@@ -109,7 +109,7 @@ class Stage:
     """The skips that this stage stashes for others, each with a stage that pops it."""
     after_sending: list[Callable[[], None]] = field(default_factory=list)
     """What is left to do for a recording once the current action's result is sent."""
-    _versions: list[int] = field(init=False)
+    _copies: ParameterCopies = field(init=False)
 
     def __post_init__(self) -> None:
         self.outcome = self.run.outcome
@@ -119,7 +119,8 @@ class Stage:
         self.recomputed = self.run.plan.recomputed[self.place.j] if has_grad else 0
         if self.skips is not None:
             self.arriving, self.leaving = self.skips.arriving, self.skips.leaving
-        self._versions = [version(weight) for weight in self.borrowed]
+        self._copies = ParameterCopies()
+        self._copies.note_versions(self.borrowed)
 
     def how_to(self, kind: str, execute: Execute) -> How:
         """Return how to carry out actions of ``kind``, which ``execute`` computes."""
@@ -135,9 +136,11 @@ class Stage:
         return How(NOWHERE.receive, around, execute, NOWHERE.send)
 
     def borrow(self, i: int) -> None:
-        """Lend the layers the substitutes for parameters; once per run."""
+        """Copy the parameters that live elsewhere, for the layers; once per run."""
         weights, self.borrowed = self.borrowed, ()
-        self.layers.lend(weights, self.ends.borrow(i, weights), self._versions)
+        for weight in weights:
+            self._copies.copy_of(weight, self.place.j, partial(self.ends.borrow, i))
+        self.layers.copies = self._copies
 
     def with_arriving_skips(self, i: int, x: Value) -> Value:
         """Return input ``x`` with the skips that arrive, if any; find what shares memory in it."""

@@ -18,13 +18,11 @@ from pipert._torch import node_count
 from pipert._typing import Value
 from pipert.autograd import order, streams
 from pipert.autograd.checkpoint import Checkpoint
-from pipert.autograd.hooks import refuse
 from pipert.autograd.order import begin_numbers
 from pipert.autograd.recompute import Edges, Graph, Recomputation, Replay, edges_of
 from pipert.autograd.weight_gradients import Later
-from pipert.batch.hidden import CLOSED_TO_GRAPHS, REMEDY, hides
 from pipert.batch.tensors import Carried, differentiable
-from pipert.batch.trees import ORDINARY, flatten
+from pipert.batch.trees import CLOSED_TO_GRAPHS, ORDINARY, REMEDY, flatten, held_by
 from pipert.layers.place import Place
 from pipert.schedules.action import WEIGHT
 from pipert.stage.copies import Copies
@@ -38,11 +36,10 @@ __all__: list[str] = []
 class Kept(NamedTuple):
     """What ``B[i,j]`` needs from ``F[i,j]``."""
 
-    graphs: tuple[Graph, ...]
-    """From the loss or the outputs to the inputs; ``R[i,j]`` adds the graph of the layers, or
-    fills it in."""
-    recomputation: Recomputation | Checkpoint | None
-    """Recomputes the layers; ``None`` if they are not checkpointed, and after ``R[i,j]``."""
+    graph: Graph
+    """From the loss or the outputs to the inputs."""
+    checkpoint: Checkpoint | None
+    """Recomputes the layers; ``None`` if they are not checkpointed."""
     arriving: tuple[int, ...]
     """The number of differentiable tensors in each arriving skip."""
     leaving: tuple[int, ...]
@@ -69,8 +66,8 @@ class StepBoundary:
     """
 
     __slots__ = (
-        "_callers", "_devices", "_entered", "_first", "_hooks", "_is_last", "_place",
-        "_recomputation", "_recomputed", "_seed", "copies", "gradients", "kept", "later",
+        "_callers", "_checkpoint", "_devices", "_entered", "_first", "_hooks", "_is_last",
+        "_place", "_seed", "copies", "gradients", "kept", "later",
         "puts_off", "step",
     )  # fmt: skip
 
@@ -90,12 +87,11 @@ class StepBoundary:
         self._is_last = place.is_last
         self._place = place
         self._devices = run.devices
-        self._recomputed = run.plan.recomputed[place.j]
         self._hooks = run.context.saved_tensor_hooks
         self._seed = run.seed
         self.copies = copies
         self._entered = Entered((), ())
-        self._recomputation: Recomputation | Checkpoint | None = None  # of the current micro-batch
+        self._checkpoint: Checkpoint | None = None  # of the current micro-batch
         self._callers = node_count()  # the caller's nodes have numbers below this
         self._first: int | None = None  # nodes made here have numbers from this on
 
@@ -110,42 +106,25 @@ class StepBoundary:
             self.copies.transport.wait(i, x, compute, copied)
         arriving = _counts(x.skips) if isinstance(x, Carried) else ()
         xs, rebuild = differentiable(x)
-        if not xs or i < self._recomputed:  # checkpointed layers get copies
-            self._entered = Entered((), arriving)
-            return x
-        xs = order.enter(xs)
+        xs = order.enter(xs) if xs else ()
         self._entered = Entered(edges_of(xs), arriving)
         return rebuild(xs)
 
     def checkpoint(
         self, replay: Replay, compute: Callable[[Value], Value], x: Value, is_whole: bool
     ) -> Value:
-        recomputation = Recomputation(replay, self._hooks, is_whole)
-        if not is_whole:  # the graph stays, and begins here
-            xs, rebuild = differentiable(x)
-            xs = order.enter(xs) if xs else ()
-            self._entered = self._entered._replace(xs=edges_of(xs))
-            self._recomputation = Checkpoint(recomputation)
-            return self._recomputation.record(compute, rebuild(xs))
-        self._recomputation = recomputation
-        _, _, ys, rebuild, _ = recomputation.first(compute, x, refuse)
-        if not self._is_last or not ys:
-            return rebuild(tuple([y.detach().requires_grad_() for y in ys]))
-        ys = order.enter(ys)  # the graph of the loss is kept, and begins here
-        self._entered = self._entered._replace(xs=edges_of(ys))
-        return rebuild(ys)
+        self._checkpoint = Checkpoint(Recomputation(replay, self._hooks, is_whole))
+        return self._checkpoint.record(compute, x)
 
     def leave(self, i: int, y: Value) -> Value:
         (xs, arriving), self._entered = self._entered, Entered((), ())
-        recomputation, self._recomputation = self._recomputation, None
+        checkpoint, self._checkpoint = self._checkpoint, None
         self.copies.let_others_copy(i)
         ys, rebuild = differentiable(y)
         leaving = _counts(y.skips) if isinstance(y, Carried) else ()
         if ys:
-            has_graph = self._is_last or not isinstance(recomputation, Recomputation)
-            graphs = (Graph(xs, edges_of(ys)),) if has_graph else ()
             loss = ys[0] if self._is_last else None
-            self.kept[i] = Kept(graphs, recomputation, arriving, leaving, loss)
+            self.kept[i] = Kept(Graph(xs, edges_of(ys)), checkpoint, arriving, leaving, loss)
         if self._is_last:
             return Carried((), ()) if isinstance(y, Carried) else ()
         if not isinstance(y, Tensor):
@@ -228,7 +207,7 @@ def _refuse_hidden_graph(y: Value) -> None:
     if ORDINARY.issuperset(map(type, leaves)):
         return
     for leaf in leaves:
-        if hides(leaf, _is_in_graph, CLOSED_TO_GRAPHS):
+        if any(map(_is_in_graph, held_by(leaf, CLOSED_TO_GRAPHS))):
             raise TypeError(
                 f"a value for another partition has a {type(leaf).__qualname__} that holds a tensor"
                 f" of its graph, which forward_backward cannot take apart; {REMEDY}, return None "

@@ -1,13 +1,10 @@
 """Shows what the devices of a pipe did and when, and how to make the pipe faster.
 
-``timeline`` is the user's object, ``report`` summarises it and adds ``advice``, ``chrome`` and
-``picture`` draw it, and ``fit`` makes a schedule of it.
+``timeline`` is the user's object, ``report`` summarises it, ``chrome`` and ``picture`` draw it.
 """
 
 from __future__ import annotations
 
-from pipert.timeline.advice import Advice, Costs
-from pipert.timeline.fit import Fitted, Prediction
-from pipert.timeline.report import DeviceTimes, Report
+from pipert.timeline.report import Advice, Costs, DeviceTimes, Report
 
-__all__ = ["Advice", "Costs", "DeviceTimes", "Fitted", "Prediction", "Report"]
+__all__ = ["Advice", "Costs", "DeviceTimes", "Report"]

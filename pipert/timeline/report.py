@@ -2,25 +2,55 @@
 
 The pipe is at work from the first to the last forward task of each call, and from the first to the
 last task of its backward. The training loop's work in between (loss, optimizer, data) is counted
-separately, as time outside.
+separately, as time outside. Advice names what holds the pipe back; ``plan_for`` predicts what would
+be faster.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median, median_low
 from textwrap import wrap
 
 import torch
 
 from pipert.observe.event import BACKWARD, COMPUTE, COPY, FORWARD, RECOMPUTE, WAIT, WEIGHT, Event
-from pipert.timeline.advice import Advice, Costs, Observations, advise, ideal_bubble
 from pipert.timeline.intervals import Interval, length, overlap, times_of, union
 
-__all__ = ["DeviceTimes", "Report"]
+__all__ = ["Advice", "Costs", "DeviceTimes", "Report"]
 
 _COLUMNS = 100  # the width of the text
+_MUCH = 0.05  # smaller shares are within the noise of the measurements
+_MUCH_OUTSIDE = 0.3
+_SHORT = 300e-6  # s; such a task takes little longer than the overhead of running it
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """The cost of a micro-batch in one partition, in seconds: the medians of its tasks."""
+
+    forward: float
+    recompute: float
+    """Spread over all micro-batches, including those that are not recomputed."""
+    backward: float
+    weight: float = 0.0
+    """The gradients of weights that a schedule puts off."""
+
+    @property
+    def whole(self) -> float:
+        """The sum of forward, recomputation, backward and what that puts off."""
+        return self.forward + self.recompute + self.backward + self.weight
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """One thing that holds the pipe back, and what may help."""
+
+    kind: str
+    """``'outside'``, ``'cores'``, ``'balance'``, ``'short tasks'``, ``'plan'`` or ``'chunks'``."""
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,31 +143,26 @@ def make_report(
     lane_events = [[e for e in events if workers[e.partition] == lane] for lane in range(n)]
     busy = [times_of(on_lane, COMPUTE) for on_lane in lane_events]
     costs = _costs(events, len(devices))
-    outside = max(0.0, seconds - length(work))
-    share = outside / seconds if seconds else 0.0
     forward_share = length(union(forward)) / (length(work) or 1.0)
     one_thread = not stepped and all(device.type == "cpu" for device in devices)
-    ideal = ideal_bubble(m, n, costs)
+    ideal = _ideal_bubble(m, n, costs)
     ideal_backward = (n - 1) / n if one_thread else ideal
-    times = tuple(_device(*lane, work) for lane in zip(lanes, lane_events, strict=True))
-    bubble = _bubble(busy, work)
-    recomputing = sum(each.recomputing for each in times) / (n * length(work) or 1.0)
-    seen = Observations(m, costs, lanes, workers, devices, share, one_thread, bubble, recomputing)
-    return Report(
+    report = Report(
         calls=len(sizes),
         incomplete=len(incomplete),
         micro_batches=m,
         seconds=seconds,
-        outside=outside,
-        devices=times,
+        outside=max(0.0, seconds - length(work)),
+        devices=tuple(_device(*lane, work) for lane in zip(lanes, lane_events, strict=True)),
         waits=_waits(events, lanes, workers, work),
-        bubble=bubble,
+        bubble=_bubble(busy, work),
         forward_bubble=None if stepped else _bubble(busy, union(forward)),
         backward_bubble=None if stepped or not backward else _bubble(busy, union(backward)),
         ideal_bubble=forward_share * ideal + (1 - forward_share) * ideal_backward,
         costs=costs,
-        advice=advise(seen),
+        advice=(),
     )
+    return replace(report, advice=tuple(_advice(report, workers, devices, one_thread)))
 
 
 def _calls(
@@ -233,6 +258,61 @@ def _costs(events: Sequence[Event], n: int) -> tuple[Costs, ...]:
         share = len(by_kind[1]) / max(1, len(by_kind[0]))
         costs.append(Costs(forward, share * recompute, backward, weight))
     return tuple(costs)
+
+
+def _ideal_bubble(m: int, n: int, costs: Sequence[Costs]) -> float:
+    """Returns the bubble that ``n`` devices with equal partitions and free copies would have.
+
+    The last device waits for its first input, and the first one for the last gradient, unless what
+    was put off fills that time.
+    """
+    if not any(cost.weight for cost in costs):
+        return (n - 1) / (m + n - 1)
+    forward = sum(cost.forward for cost in costs) / len(costs)
+    weight = sum(cost.weight for cost in costs) / len(costs)
+    backward = sum(cost.whole for cost in costs) / len(costs) - forward - weight
+    each = m * len(costs) / n  # the micro-batches of each device, counted once per partition
+    idle = (n - 1) * forward + max(0.0, (n - 1) * backward - (each - 1) * weight)
+    return idle / (idle + each * (forward + backward + weight))
+
+
+def _advice(
+    report: Report, workers: Sequence[int], devices: Sequence[torch.device], one_thread: bool
+) -> Iterator[Advice]:
+    """Yields what is worth a change; ``one_thread`` runs the backward of all partitions."""
+    m, n, lanes, costs = report.micro_batches, len(devices), report.devices, report.costs
+    work = report.seconds - report.outside
+    if report.outside > _MUCH_OUTSIDE * report.seconds:
+        yield Advice("outside", f"{_percent(report.outside, report.seconds)}% of the time the pipe "
+                     "was not at work: look at the loss, the optimizer and the data")  # fmt: skip
+    cores, cpus = os.cpu_count() or 1, sum(device.type == "cpu" for device in devices)
+    if cpus == n and len(lanes) > cores:
+        yield Advice("cores", f"{len(lanes)} CPU workers share {_count(cores, 'core')}: as many "
+                     "partitions as cores may be faster, or more cores")  # fmt: skip
+        return
+    shortest = min(cost.forward for cost in costs)
+    if not shortest > 0:
+        return  # a partition has not run
+    # Only the work that partitions do concurrently: on CPU the forward. Nothing can be moved
+    # between partitions on one device, and devices of different types are not compared.
+    sizes = [cost.forward if one_thread else cost.whole for cost in costs]
+    slowest, ratio = sizes.index(max(sizes)), max(sizes) * n / sum(sizes)
+    if n > 1 and len(lanes) == n and cpus in (0, n) and ratio >= 1 + _MUCH:
+        where = " in the forward" if one_thread else ""
+        yield Advice("balance", f"partition {slowest} on {lanes[workers[slowest]].name} is the "
+                     f"slowest{where}: {1e3 * sizes[slowest]:.2f} ms for a micro-batch, "
+                     f"{ratio:.2f} of the mean")  # fmt: skip
+    if shortest < _SHORT and (m > 1 or n > 1):
+        fewer = "fewer chunks" if m > 1 else "fewer partitions"
+        yield Advice("short tasks", f"forward tasks take as little as {1e6 * shortest:.0f} us, "
+                     f"and running one costs the interpreter 50 to 200: {fewer} may be "
+                     "faster")  # fmt: skip
+    recomputing = sum(each.recomputing for each in lanes) / (len(lanes) * work or 1.0)
+    if max(report.bubble, recomputing) >= _MUCH:
+        yield Advice("plan", f"devices waited for {100 * report.bubble:.0f}% of their time and "
+                     f"recomputed for {100 * recomputing:.0f}%: pipert.plan_for searches the "
+                     "balance, chunks, schedule and checkpoint of the fastest step that fits the "
+                     "memory")  # fmt: skip
 
 
 def _headline(report: Report) -> str:

@@ -14,11 +14,9 @@ from pipert.model.devices import assign_workers
 from pipert.observe.event import KINDS, Event
 from pipert.observe.notifier import Counters
 from pipert.observe.recorder import Recording
-from pipert.timeline.advice import Advice
 from pipert.timeline.chrome import chrome_trace
-from pipert.timeline.fit import Fitted, fit
 from pipert.timeline.picture import save_picture
-from pipert.timeline.report import Report, make_report
+from pipert.timeline.report import Advice, Report, make_report
 
 __all__ = ["Timeline"]
 
@@ -99,41 +97,9 @@ class Timeline:
         Raises:
             ValueError: the timeline has no forward task.
         """
-        return self._report(self.events)
-
-    def _report(self, events: Sequence[Event]) -> Report:
         return make_report(
-            events, self.lanes, self._workers, self._devices, self.steps, self.failed
+            self.events, self.lanes, self._workers, self._devices, self.steps, self.failed
         )
-
-    def fit(self, memory: int | None = None) -> Fitted:
-        """Make the schedule that is predicted to be fastest for what was measured.
-
-        ::
-
-            with pipe.record() as timeline:
-                pipe.forward_backward(x, target=target, loss_fn=loss_fn, schedule="zb-h1")
-            schedule = timeline.fit(memory=6)
-            print(schedule)
-            pipe.forward_backward(x, target=target, loss_fn=loss_fn, schedule=schedule)
-
-        Takes the medians of each partition's forward, recomputation, backward, gradients of
-        weights, and copies, from the steps under a schedule that puts gradients of weights off,
-        such as ``'zb-h1'``: the others do not show how long these take. Record a few once the pipe
-        is warm.
-
-        Args:
-            memory: how many micro-batches each device may keep, from their forward to the gradients
-                of their weights. Default: ``2 * d - 1`` on ``d`` devices, like ``'zb-h2'``; more do
-                not help where all partitions take the same time.
-
-        Raises:
-            ValueError: the timeline has no such step, or ``memory`` is below 1.
-            TypeError: ``memory`` is no whole number.
-        """
-        failed = self.failed
-        events = [event for event in self.events if event.run not in failed]
-        return fit(events, self._report, self._workers, memory)
 
     def save(self, path: str | Path) -> None:
         """Write a trace that Perfetto (https://ui.perfetto.dev) and ``chrome://tracing`` open.
@@ -184,8 +150,8 @@ class LiveTimeline(Timeline):
     def steps(self) -> frozenset[int]:
         return frozenset(self._recording.steps)
 
-    def _report(self, events: Sequence[Event]) -> Report:
-        report, in_one = super()._report(events), tuple(self._recording.in_one)
+    def report(self) -> Report:
+        report, in_one = super().report(), tuple(self._recording.in_one)
         advice = tuple([Advice("chunks", text) for text in in_one])
         return replace(report, advice=(*advice, *report.advice))
 

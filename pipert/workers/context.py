@@ -8,7 +8,7 @@ what autograd recomputes on one of its own threads. It carries:
 ====================  ==========================================================================
 grad mode             the caller's
 inference mode        the caller's
-autocast              enabled and dtype of every device type, and whether it caches
+autocast              enabled and dtype of CPU and CUDA, and whether it caches
 default device        as one of the torch-function modes, which are carried, except a pipe's own
 dispatch modes        the caller's stack
 context variables     a copy per task: changes stay in the task

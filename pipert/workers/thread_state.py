@@ -12,7 +12,6 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from pipert import _torch
-from pipert._torch import AUTOCAST_TYPES
 from pipert.queues.process_lock import ProcessLock
 
 __all__: list[str] = []
@@ -77,9 +76,12 @@ SMALLEST = sys.float_info.min
 """Half of it is denormal, and so zero on a thread with ``torch.set_flush_denormal(True)``."""
 
 
+_AUTOCAST_TYPES = ("cpu", "cuda")  # of the devices that a pipe may have
+
+
 def get_autocast() -> Autocast:
     """Return what ``torch.autocast`` sets."""
-    by_type = [(torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in AUTOCAST_TYPES]
+    by_type = [(torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in _AUTOCAST_TYPES]
     return torch.is_autocast_cache_enabled(), tuple(by_type)
 
 
@@ -88,7 +90,7 @@ NEW_THREAD_AUTOCAST = _on_new_thread(get_autocast)
 
 def _set_autocast(autocast: Autocast) -> None:
     torch.set_autocast_cache_enabled(autocast[0])
-    for kind, (enabled, dtype) in zip(AUTOCAST_TYPES, autocast[1], strict=True):
+    for kind, (enabled, dtype) in zip(_AUTOCAST_TYPES, autocast[1], strict=True):
         torch.set_autocast_enabled(kind, enabled)
         torch.set_autocast_dtype(kind, dtype)
 

@@ -34,8 +34,8 @@ class AnyModelPipe(ModulePipe):
             import pytest  # not at the top: scripts do without it
 
             pytest.skip("stashes and pops skips, which are for the layers of an nn.Sequential")
-        self.__dict__["balance"] = numbers = list(require_balance(balance))
-        check_balance(module, numbers, 1 << 10)
+        self.__dict__["balance"] = numbers = require_balance(balance)
+        check_balance(module, numbers)
         names = list(module._modules)
         starts = [sum(numbers[:k]) for k in range(1, len(numbers))]
         defaults: dict[str, Any] = {

@@ -11,6 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import pipert
+from pipert.layers import call
+from pipert.layers.default_generators import DefaultGenerator
+from pipert.layers.snapshot import Snapshot
 from tests.any_model.piped import CHUNKS
 
 pytestmark = [pytest.mark.cuda, pytest.mark.multi_gpu]
@@ -55,6 +58,29 @@ def test_each_partition_is_recomputed_once_for_each_backward(pairs: int, backwar
     for one, other in zip((x, *model.parameters()), (own, *plain.parameters()), strict=True):
         assert one.grad is not None and other.grad is not None
         torch.testing.assert_close(one.grad.cpu(), other.grad)
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_a_partition_takes_its_generator_once_and_a_recomputation_once_a_layer(
+    checkpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered = list[object]()
+    enter = DefaultGenerator.enter
+
+    def counted(self: DefaultGenerator, user: Any) -> None:
+        entered.append(user)
+        enter(self, user)
+
+    monkeypatch.setattr(DefaultGenerator, "enter", counted)
+    model, x = Passing(1), torch.randn(8, 4)
+    for layer in model.layers:
+        layer.append(nn.Dropout(0.5))  # type: ignore[operator]
+    options: dict[str, Any] = {"devices": ["cuda:0", "cuda:1"], "chunks": CHUNKS}
+    with pipert.pipeline(model, ["layers.3"], checkpoint=checkpoint, **options) as pipe:
+        loss: Any = pipe(x).sum()
+        assert len(entered) == 2 * CHUNKS
+        loss.backward()
+        assert len(entered) == (2 if checkpoint == "never" else 2 + 6) * CHUNKS
 
 
 class Away(nn.Module):
@@ -118,3 +144,54 @@ def test_a_buffer_may_move_while_the_previous_partition_is_recomputed() -> None:
     ) as pipe:
         pipe.forward_backward(x, target=x, loss_fn=nn.functional.mse_loss)
     assert model.away.table.device == torch.device("cuda:1")
+
+
+class Rotary(nn.Module):
+    """A layer that is registered last and called first; its recomputation waits for a snapshot."""
+
+    table: Tensor
+
+    def __init__(self, begun: threading.Event, taken: threading.Event) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.ones(4))
+        self.begun, self.taken = begun, taken
+
+    def forward(self, x: Tensor) -> Tensor:
+        if pipert.is_recomputing() and not self.begun.is_set():
+            self.begun.set()
+            assert self.taken.wait(WAIT)
+        y: Tensor = x * self.table
+        return y
+
+
+def test_the_copy_of_a_buffer_that_is_recomputed_with_is_read_by_its_own_partition_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun, taken = threading.Event(), threading.Event()
+    rotary = Rotary(begun, taken)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.third = [nn.Linear(4, 4) for _ in range(3)]
+            self.rotary = rotary
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.third(self.second(self.first(self.rotary(x))))
+            return y
+
+    def snapshot(partition: nn.Module) -> Snapshot:
+        if rotary not in partition.children():
+            return Snapshot(partition)
+        assert begun.wait(WAIT)
+        found = Snapshot(partition)
+        taken.set()
+        return found
+
+    monkeypatch.setattr(call, "Snapshot", snapshot)
+    x, devices = torch.ones(8, 4), ["cuda:0", "cuda:1", "cpu"]
+    with pipert.pipeline(
+        Model(), ["second", "third"], devices=devices, chunks=4, checkpoint="always"
+    ) as pipe:
+        pipe.forward_backward(x, target=x, loss_fn=nn.functional.mse_loss)
+    assert taken.is_set() and rotary.table.device == torch.device("cuda:0")

@@ -51,6 +51,20 @@ def test_gradients_of_a_call_are_the_plain_model_s() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
 
 
+class Answers(Model):
+    """A model that returns a dictionary, which it keeps."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.answer = {"y": super().forward(*args, **kwargs)}
+        return self.answer
+
+
+def test_one_micro_batch_returns_what_the_model_returns() -> None:
+    model = Answers()
+    with a_pipe(model, chunks=1), torch.no_grad():
+        assert model(rows()) is model.answer
+
+
 def test_autocast_around_a_call_is_in_effect() -> None:
     model = a_model().float()
     with a_pipe(model) as pipe, torch.autocast("cpu", torch.bfloat16), torch.no_grad():

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from pipert import Pipe, RecomputationError, is_recomputing
-from pipert.autograd import checkpoint
 from pipert.autograd.checkpoint import Checkpoint, recompute_before
 from pipert.autograd.recompute import Recomputation
 from tests.pipes import pipe_of_layers
@@ -78,12 +77,6 @@ def leaf() -> Tensor:
 
 def several_operations(x: Tensor) -> Tensor:
     return x.sin() * x.exp() + (x * 3).sigmoid()
-
-
-@pytest.fixture(autouse=True)
-def _pairs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes every eligible computation one node, however little it saves."""
-    monkeypatch.setattr(checkpoint, "_FEW", 0)
 
 
 def custom(compute: Compute) -> Compute:
@@ -177,32 +170,30 @@ def test_a_function_of_its_graphs_leaves_is_one_node() -> None:
     assert node_of(checkpointed(lambda x: x.sin() * weight, leaf())) == "_CheckpointBackward"
 
 
-def test_a_computation_that_saves_few_tensors_keeps_the_graph(
-    monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.undo()
-
-    def sines(x: Tensor, operations: int) -> Tensor:
-        for _ in range(operations):
-            x = x.sin()
-        return x
-
-    few = checkpointed(lambda x: sines(x, 32), leaf())
-    more = checkpointed(lambda x: sines(x, 33), leaf())
-    assert (node_of(few), node_of(more)) == ("SinBackward0", "_CheckpointBackward")
-
-
-def test_a_custom_function_which_may_call_the_engine_keeps_the_graph() -> None:
-    assert node_of(checkpointed(custom(torch.sin), leaf())) == "SinBackward0"
-
-
-def test_a_weight_whose_hook_would_see_a_part_of_its_gradient_keeps_the_graph() -> None:
+def test_a_hook_on_a_weight_sees_its_gradient_once() -> None:
     weight, seen = leaf(), list[Tensor]()
     weight.register_hook(seen.append)  # type: ignore[no-untyped-call]
     y = checkpointed(lambda x: (x.sin() * weight).exp(), leaf())
-    assert node_of(y) == "ExpBackward0"
+    assert node_of(y) == "_CheckpointBackward"
     torch.autograd.backward(y.sum())
     assert len(seen) == 1
+
+
+def test_a_hook_on_a_weight_sees_what_a_custom_function_adds_in_its_backward() -> None:
+    weight, seen = leaf(), list[Tensor]()
+    weight.register_hook(seen.append)  # type: ignore[no-untyped-call]
+
+    @torch.enable_grad()
+    def go_back() -> None:
+        torch.autograd.backward((weight * 3).sum())
+
+    def compute(x: Tensor) -> Tensor:
+        return on_backward(x, go_back) * weight
+
+    torch.autograd.backward(checkpointed(compute, leaf()).sum())
+    found, seen[:] = sorted(seen, key=str), []
+    torch.autograd.backward(compute(leaf()).sum())
+    assert len(found) == 2 and all(map(torch.equal, found, sorted(seen, key=str)))
 
 
 def test_a_hook_of_a_weight_that_comes_after_the_forward_sees_its_gradient_once() -> None:

@@ -51,7 +51,7 @@ def test_the_table_has_the_papers_figures(
         assert "+ copy streams" in (tmp_path / "timelines.svg").read_text()
 
 
-@pytest.mark.parametrize("wrong", ["--scale=0", "--scale=2", "--steps=0", "--bandwidth=0"])
+@pytest.mark.parametrize("wrong", ["--scale=0", "--scale=2", "--steps=0"])
 def test_a_wrong_option_is_refused(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         importlib.import_module("unet_speed").main([*SHORT, wrong])

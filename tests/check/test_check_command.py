@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from pipert.__main__ import main
-from pipert.check import command, machine
+from pipert.check import command
 from pipert.check.command import NO_GPU, _devices
-from pipert.check.finding import BROKEN, HOLDS, NOT_CHECKED, REPORTED, Finding, judged
+from pipert.check.ways import BROKEN, HOLDS, NOT_CHECKED, REPORTED, Finding, judged
 from tests import scripts
 
 CPU = torch.device("cpu")
@@ -24,7 +24,7 @@ def found(monkeypatch: pytest.MonkeyPatch) -> list[Finding]:
     """Provides findings in place of those of the checks, and leaves this process's settings."""
     findings = [Finding("values", HOLDS, "all equal"), Finding("speed", REPORTED, "2.0")]
     monkeypatch.setattr(command, "run", lambda devices, effort: iter(findings))
-    monkeypatch.setattr(machine, "settle", lambda devices: None)
+    monkeypatch.setattr(command, "settle", lambda devices: None)
     return findings
 
 

@@ -11,11 +11,19 @@ import torch
 from torch import Tensor
 
 from pipert import Event, Timeline
-from pipert.check import overlap, values
-from pipert.check.finding import BROKEN, HOLDS, NOT_CHECKED, REPORTED, Finding
-from pipert.check.models import chain, transformer
-from pipert.check.values import difference
-from pipert.check.ways import Devices, Trial
+from pipert.check import checks
+from pipert.check.checks import difference, judge_overlap
+from pipert.check.ways import (
+    BROKEN,
+    HOLDS,
+    NOT_CHECKED,
+    REPORTED,
+    Devices,
+    Finding,
+    Trial,
+    chain,
+    transformer,
+)
 from pipert.stage.gradients import Gradients
 
 TWO = Devices((torch.device("cpu"),) * 2)
@@ -42,7 +50,7 @@ def test_a_gradient_that_is_wrong_by_a_millionth_is_noticed(
     monkeypatch: pytest.MonkeyPatch
 ) -> None:
     change_gradients(monkeypatch, lambda gradient: gradient * (1 + 1e-6))
-    (found,) = values.check(TWO, [transformer(2, F64)])
+    (found,) = checks.check_values(TWO, [transformer(2, F64)])
     assert found.outcome == BROKEN
     assert "gpipe, checkpoint='never': the gradient of " in found.seen
     assert "differs by 1.0e-06 of its largest entry" in found.seen
@@ -51,14 +59,14 @@ def test_a_gradient_that_is_wrong_by_a_millionth_is_noticed(
 
 @pytest.mark.slow
 def test_repeated_steps_hold() -> None:
-    assert outcomes([*values.check_repeats(TWO, 2, CHAIN)]) == [HOLDS] * 2
+    assert outcomes([*checks.check_repeats(TWO, 2, CHAIN)]) == [HOLDS] * 2
 
 
 @pytest.mark.slow
 def test_a_last_bit_that_varies_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = iter(range(10**6))
     change_gradients(monkeypatch, lambda g: g * (1 + 1e-6 * next(calls)))
-    found = [*values.check_repeats(TWO, 2, CHAIN)]
+    found = [*checks.check_repeats(TWO, 2, CHAIN)]
     assert outcomes(found) == [BROKEN] * 2
     assert "1f1b, checkpoint='never': 3 of 3 repeats have other bits" in found[1].seen
 
@@ -72,7 +80,7 @@ def test_bits_are_not_judged_where_a_kernel_is_not_deterministic(
         return torch.rand(()), None
 
     monkeypatch.setattr(Trial, "step", step)
-    found = [*values.check_repeats(TWO, 2, CHAIN)]
+    found = [*checks.check_repeats(TWO, 2, CHAIN)]
     assert outcomes(found) == [NOT_CHECKED] * 2
     assert found[0].seen == "scatter does not have a deterministic implementation"
 
@@ -123,12 +131,12 @@ def copying(start: float, end: float) -> Event:
 
 def test_the_share_in_which_partitions_compute_at_once() -> None:
     timeline = Timeline([computing(A, 0, 2), computing(B, 1, 4)], [A, B])
-    assert overlap._together(timeline) == pytest.approx(1 / 4)
+    assert checks.share_together(timeline) == pytest.approx(1 / 4)
 
 
 def test_copies_are_hidden_while_the_gpu_that_they_come_from_computes() -> None:
     events = [computing(A, 0, 2), computing(B, 1, 9), copying(1.5, 4)]
-    assert overlap._copying(Timeline(events, [A, B])) == (2.5, 0.5)
+    assert checks.copy_seconds(Timeline(events, [A, B])) == (2.5, 0.5)
 
 
 @pytest.mark.parametrize(
@@ -145,9 +153,10 @@ def test_copies_are_hidden_while_the_gpu_that_they_come_from_computes() -> None:
 def test_only_gpus_that_take_turns_without_need_are_a_fault(
     devices: Devices, share: float, task: float, outcome: str
 ) -> None:
-    assert overlap.judge(devices, [0.0, share], task, "chain").outcome == outcome
+    assert judge_overlap(devices, [0.0, share], task, "chain").outcome == outcome
 
 
 def test_overlap_is_not_judged_where_the_user_wants_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
-    assert overlap.why_not_judged(GPUS, 0.01) == "CUDA_LAUNCH_BLOCKING is set"
+    found = judge_overlap(GPUS, [0.0], 0.01, "chain")
+    assert found.outcome == REPORTED and "not judged: CUDA_LAUNCH_BLOCKING is set" in found.seen

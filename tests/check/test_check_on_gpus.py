@@ -14,12 +14,20 @@ from pipert import schedules
 from pipert._typing import Tensors
 from pipert.autograd import streams as stream
 from pipert.autograd.streams import compute_stream
-from pipert.check import memory, overlap, peers, values
+from pipert.check import checks
 from pipert.check.command import QUICK, run
-from pipert.check.finding import BROKEN, HOLDS, NOT_CHECKED, REPORTED, Finding
-from pipert.check.models import chain, transformer
-from pipert.check.ways import Devices, Way
-from pipert.pipes import pipelined, stepping
+from pipert.check.ways import (
+    BROKEN,
+    HOLDS,
+    NOT_CHECKED,
+    REPORTED,
+    Devices,
+    Finding,
+    Way,
+    chain,
+    transformer,
+)
+from pipert.pipes import base
 from pipert.stage.stage import Task
 from tests import simulated_gpus
 
@@ -41,7 +49,7 @@ def long_tasks() -> Iterator[None]:
 
 
 def found_in_memory(steps: int = 4) -> dict[str, Finding]:
-    found = memory.check(TWO, chain(2, 8, layers=8, width=16, rows=64), steps)
+    found = checks.check_memory(TWO, chain(2, 8, layers=8, width=16, rows=64), steps)
     return {row.check: row for row in found}
 
 
@@ -61,7 +69,7 @@ def test_all_checks_hold(n: int) -> None:
 @pytest.mark.multi_gpu
 def test_copies_that_torch_does_not_perform_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tensor, "copy_", lambda self, source: self)
-    (found,) = peers.check(TWO)
+    (found,) = checks.check_copies(TWO)
     assert found.outcome == BROKEN
     assert found.seen.startswith("cuda:0 to cuda:1: something else arrives; cuda:1 to cuda:0: ")
 
@@ -84,7 +92,7 @@ def change_copies(monkeypatch: pytest.MonkeyPatch, change: Callable[[Tensors], T
 @pytest.mark.multi_gpu
 def test_copies_that_deliver_zeros_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     change_copies(monkeypatch, lambda copied: tuple(map(torch.zeros_like, copied)))
-    (found,) = values.check(TWO, [transformer(2, torch.float64)])
+    (found,) = checks.check_values(TWO, [transformer(2, torch.float64)])
     assert found.outcome == BROKEN
     assert "without gradients: output differs by" in found.seen
 
@@ -99,7 +107,7 @@ def test_copies_that_deliver_stale_values_are_noticed(monkeypatch: pytest.Monkey
         return before
 
     change_copies(monkeypatch, stale)
-    (found,) = values.check(TWO, [transformer(2, torch.float64)])
+    (found,) = checks.check_values(TWO, [transformer(2, torch.float64)])
     assert found.outcome == BROKEN
 
 
@@ -110,7 +118,7 @@ def test_copies_that_deliver_stale_values_are_noticed(monkeypatch: pytest.Monkey
 def test_checkpointing_that_keeps_all_activations_is_noticed(
     monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pipelined, "recomputed_in_each", lambda mode, m, n: (0,) * n)
+    monkeypatch.setattr(base, "recomputed_in_each", lambda mode, m, n: (0,) * n)
     found = found_in_memory()["peak memory"]
     assert found.outcome == BROKEN
     assert "cuda:0: loss.backward(), checkpoint='always' needs" in found.seen
@@ -119,7 +127,7 @@ def test_checkpointing_that_keeps_all_activations_is_noticed(
 
 @pytest.mark.multi_gpu
 def test_a_1f1b_that_keeps_all_activations_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stepping, "plan", lambda schedule, *args: schedules.plan("gpipe", *args))
+    monkeypatch.setattr(base, "plan", lambda schedule, *args: schedules.plan("gpipe", *args))
     found = found_in_memory()["peak memory"]
     assert found.outcome == BROKEN
     assert "1f1b" in found.seen and "checkpoint='always'" not in found.seen
@@ -143,7 +151,7 @@ def test_growing_memory_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def overlapping() -> dict[str, Finding]:
-    found = overlap.check(TWO, chain(2, 8, layers=1, width=16, rows=16))
+    found = checks.check_overlap(TWO, chain(2, 8, layers=1, width=16, rows=16))
     return {row.check: row for row in found}
 
 
@@ -177,7 +185,7 @@ def test_partitions_that_take_turns_are_noticed(monkeypatch: pytest.MonkeyPatch)
             return result
 
     monkeypatch.setattr(Task, "execute", alone)
-    monkeypatch.setattr(overlap, "NEVER", [Way("gpipe", "never"), Way("1f1b", "never")])
+    monkeypatch.setattr(checks, "NEVER", [Way("gpipe", "never"), Way("1f1b", "never")])
     found = overlapping()["partitions at the same time"]
     assert found.outcome == BROKEN
     assert found.seen.startswith("0% to 0% of the time")

@@ -153,9 +153,6 @@ BOUND: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor], str]] =
     "keyword": (lambda x: lambda *, a=x: a * 2, lambda f: f(), "a function"),
     "method": (lambda x: Doubles(x).double, lambda f: f(), "a method"),
     "tensor's method": (lambda x: x.mul, lambda f: f(2), r"a builtin_\w+"),
-    "iterator": (lambda x: iter([x]), lambda f: next(f) * 2, "a list_iterator"),
-    "generator": (lambda x: (y for y in (x,)), lambda f: next(f) * 2, "a generator"),
-    "view": (lambda x: {"x": x}.values(), lambda f: next(iter(f)) * 2, "a dict_values"),
 }
 
 

@@ -103,7 +103,7 @@ def test_a_graph_that_stays_too_long_is_noticed(
 
     def leave_and_keep(cut: StepBoundary, i: int, y: Any) -> Any:
         left, j = leave(cut, i, y), cut._place.j
-        late[j] = [*late.get(j, [])[-1:], saved_behind(cut.kept[i].graphs[0].ys[0].node)]
+        late[j] = [*late.get(j, [])[-1:], saved_behind(cut.kept[i].graph.ys[0].node)]
         return left
 
     monkeypatch.setattr(StepBoundary, "leave", leave_and_keep)

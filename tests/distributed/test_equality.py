@@ -81,7 +81,7 @@ def test_a_step_on_four_ranks_equals_the_plain_modules(schedule: str) -> None:
     "schedule, balance",
     [
         ("interleaved", [2, 2, 1, 1]), ("InterleavedZeroBubble", [2, 2, 1, 1]),
-        ("ZBVZeroBubble", [2, 2, 1, 1]), ("DualPipeV", [2, 2, 1, 1]), ("interleaved", [3, 3]),
+        ("ZBVZeroBubble", [2, 2, 1, 1]), ("interleaved", [3, 3]),
     ],
 )  # fmt: skip
 def test_several_partitions_on_a_rank(schedule: str, balance: list[int]) -> None:

@@ -138,7 +138,8 @@ def layers_raise(rank: int, n: int, schedule: str, checkpoint: str, cases: list[
     pipe = distributed.Pipe(
         trapped(n), [3] * n, chunks=4, schedule=schedule, checkpoint=checkpoint
     )
-    homes = [*range(ranks), *reversed(range(ranks))] if schedule in V else [*range(ranks)] * 2
+    there, back = range(ranks), reversed(range(ranks))
+    homes = [*there, *(back if schedule == "ZBVZeroBubble" else there)]
     own = [j for j in range(n) if homes[j] == rank]
     traps = {j: trap_of(pipe, k) for k, j in enumerate(own)}
     check_works(pipe, n)
@@ -169,16 +170,12 @@ def layers_raise(rank: int, n: int, schedule: str, checkpoint: str, cases: list[
         check_works(pipe, n)
 
 
-V = ("ZBVZeroBubble", "DualPipeV")
-
-
 @pytest.mark.parametrize(
     "ranks, n, schedule, checkpoint",
     [
         (2, 2, "gpipe", "always"), (2, 2, "1f1b", "never"),
         in_sweep(4, 4, "1f1b", "always"), in_sweep(2, 4, "interleaved", "always"),
         in_sweep(2, 4, "InterleavedZeroBubble", "never"), (2, 4, "ZBVZeroBubble", "never"),
-        in_sweep(2, 4, "DualPipeV", "never"),
     ],
 )  # fmt: skip
 def test_an_error_in_a_layer_is_raised_on_all_ranks(

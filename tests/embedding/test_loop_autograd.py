@@ -72,8 +72,8 @@ def test_an_anomaly_is_traced_to_the_line_of_the_layer(
     with Pipe(module, [2, 1], devices=devices, chunks=3, checkpoint=checkpoint) as pipe:
         with pytest.raises(RuntimeError, match="'MulBackward0' returned nan values"):
             loss_of(pipe, *next(batches(1))).backward()
-    assert "Traceback of forward call" in anomalies[-1]
-    assert "return torch.sqrt(x * 0)  # the line that anomaly detection has" in anomalies[-1]
+    line = "return torch.sqrt(x * 0)  # the line that anomaly detection has"
+    assert any("Traceback of forward call" in each and line in each for each in anomalies)
 
 
 @modes

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
 
 import pytest
-
-if TYPE_CHECKING:  # it needs a package that tests of other examples do without
-    from tests.examples.service_lives import Starter
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -33,14 +28,6 @@ def two_devices(request: pytest.FixtureRequest) -> str:
     """Returns the value of ``--devices`` for tests in which an example trains."""
     found: str = request.param
     return found
-
-
-@pytest.fixture(scope="module")
-def starter() -> Iterator[Starter]:
-    """Provides a process that starts training services."""
-    starter = importlib.import_module("tests.examples.service_lives").Starter()
-    yield starter
-    starter.close()
 
 
 @pytest.fixture(autouse=True)

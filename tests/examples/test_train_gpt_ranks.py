@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import runpy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.distributed.launcher import run
 
@@ -60,3 +62,25 @@ def test_two_processes_train_like_one(options: list[str], tmp_path: Path) -> Non
     states = [torch.load(file, weights_only=True)["trainer"] for file in files[:2]]
     for name in ("model", "optimizer"):
         torch.testing.assert_close(states[0][name], states[1][name], rtol=1e-3, atol=1e-5)
+
+
+def test_processes_that_torchrun_has_not_started_cannot_join(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    with pytest.raises(ValueError, match="--distributed is for torchrun"):
+        importlib.import_module("ranks").join()
+
+
+def has_left(rank: int, program: str, argv: list[str]) -> bool:
+    """Runs an example as Python does; returns whether it has left the process group."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", [program, *argv])
+        runpy.run_path(program, run_name="__main__")
+    return not dist.is_initialized()
+
+
+def test_the_program_leaves_the_process_group(options: list[str]) -> None:
+    """Else a thread of gloo that frees a tensor late aborts the process that exits."""
+    program = str(Path(__file__).parents[2] / "examples" / "train_gpt.py")
+    assert run(1, has_left, program, ["--distributed", *options]) == [True]

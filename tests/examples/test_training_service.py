@@ -1,7 +1,7 @@
 """Tests the service as a process: killed, told to stop, out of memory, stuck, asked for its health.
 
-Whatever happens to it, it must end up with the state of an undisturbed run, bit
-for bit.
+Whatever happens to it, it must end up with the state of an undisturbed run, bit for bit. Python and
+torch take seconds to start, so one process does that once, and each service is a fork of it.
 """
 
 from __future__ import annotations
@@ -9,74 +9,235 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("tqdm", reason="the service takes its model from an example that needs tqdm")
 pytest.importorskip("prometheus_client", reason="the service shows its metrics with it")
 
-from tests.examples.service_lives import (  # noqa: E402
-    ENVIRONMENT,
-    HOOKED,
-    OPTIONS,
-    ROOT,
-    STEPS,
-    Folders,
-    Starter,
-    assert_same,
-    wait_until,
-)
-
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+
+ROOT = Path(__file__).parents[2]
+STEPS = 24
+OPTIONS = (
+    "--context 8 --width 8 --layers 2 --heads 2 --dropout 0.2 --batch 4 --lr 0.01 --save-every 2 "
+    f"--port 0 --devices cpu,cpu --chunks 2 --steps {STEPS}"
+)
+STARTER = """
+import json, os, sys, traceback
+import torch._dynamo  # which the first step of an optimizer imports
+import training_service
+from pipert import Pipe
+
+Pipe(torch.nn.Sequential(torch.nn.Identity()), [1], devices=["cpu"]).close()  # starts no thread
+for line in sys.stdin:
+    order = json.loads(line)
+    if "wait" in order:
+        print(os.waitstatus_to_exitcode(os.waitpid(order["wait"], 0)[1]), flush=True)
+        continue
+    pid = os.fork()
+    if not pid:
+        break
+    print(pid, flush=True)
+else:
+    os._exit(0)  # as below
+os.dup2(os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+try:
+    exec(order["script"], {})
+    training_service.main(order["argv"])
+    code = 0
+except BaseException:
+    traceback.print_exc()
+    code = 1
+if "tests.simulated_gpus.child" in sys.modules:
+    sys.modules["tests.simulated_gpus.child"].leave_reports()
+os._exit(code)  # it takes a second to take torch down, and nothing is left to do
+"""
+HOOKED = """  # the second layer calls `during(step, rows)` when it gets a micro-batch
+import os, signal, threading, torch, training_service
+from pipert import is_recomputing
+
+calls, build_model = 0, training_service.build_model
+
+def before(layer, args):
+    global calls
+    if not is_recomputing():
+        calls += 1
+        during(1 + (calls - 1) // 2, len(args[0]))
+
+def hooked(config):
+    model = build_model(config)
+    model[1].register_forward_pre_hook(before)
+    return model
+
+training_service.build_model = hooked
+"""
+
+
+class Starter:
+    """The process from which services are forked."""
+
+    def __init__(self) -> None:
+        path = [str(ROOT), str(ROOT / "examples"), os.environ.get("PYTHONPATH", "")]
+        quiet = "ignore:Failed to initialize NumPy:UserWarning"  # torch works without NumPy
+        more = {"PYTHONPATH": ":".join(path), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": quiet}
+        self.alive: set[int] = set()
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", STARTER], env=os.environ | more,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+    def ask(self, order: dict[str, Any]) -> int:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        print(json.dumps(order), file=self.process.stdin, flush=True)
+        answer = int(self.process.stdout.readline())
+        self.alive |= set() if "wait" in order else {answer}
+        return answer
+
+    def close(self) -> None:
+        for pid in self.alive:
+            os.kill(pid, signal.SIGKILL)
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture(scope="module")
+def starter() -> Iterator[Starter]:
+    starter = Starter()
+    yield starter
+    starter.close()
+
+
+class Life:
+    """A process of the service."""
+
+    def __init__(self, starter: Starter, argv: list[str], script: str, log: Path) -> None:
+        self.starter, self.log = starter, log
+        self.pid = starter.ask({"argv": argv, "script": script, "log": str(log)})
+
+    def lines(self, event: str) -> list[dict[str, str]]:
+        """Returns the fields of the lines of ``event`` that were logged so far."""
+        lines = re.findall(rf" root {event}: (.*)\n", self.text())
+        return [dict(re.findall(r"(\w+)=(\S*)", line)) for line in lines]
+
+    def text(self) -> str:
+        return self.log.read_text() if self.log.exists() else ""
+
+    def wait_for(self, event: str, count: int = 1) -> dict[str, str]:
+        """Waits for the ``count``-th line of ``event``, and returns it."""
+        wait_until(lambda: len(self.lines(event)) >= count)
+        return self.lines(event)[count - 1]
+
+    def get(self, path: str) -> tuple[int, str]:
+        url = f"http://127.0.0.1:{self.wait_for('serving')['port']}{path}"
+        try:
+            with urllib.request.urlopen(url, timeout=20) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.read().decode()
+
+    def kill(self, number: int) -> int:
+        os.kill(self.pid, number)
+        return self.wait()
+
+    def wait(self) -> int:
+        """Waits for the process to end; returns its exit code, negative if a signal ended it."""
+        self.starter.alive.discard(self.pid)
+        return self.starter.ask({"wait": self.pid})
+
+
+class Folders:
+    """The text and the saved states of one run, which may take several processes."""
+
+    def __init__(self, starter: Starter, path: Path) -> None:
+        self.starter, self.path, self.lives = starter, path, 0
+        self.data, self.state = path / "data", path / "state"
+        self.data.mkdir(parents=True)
+        for name in ("one.txt", "two.py"):
+            (self.data / name).write_text(f"the pipeline is full of {name}. " * 20)
+
+    def start(self, options: str = "", script: str = "") -> Life:
+        self.lives += 1
+        folders = ["--data", str(self.data), "--state", str(self.state)]
+        log = self.path / f"log {self.lives}"
+        argv = [*OPTIONS.split(), *folders, *options.split()]
+        return Life(self.starter, argv, HOOKED + script if script else "", log)
+
+    def run(self, options: str = "", script: str = "") -> Life:
+        life = self.start(options, script)
+        assert life.wait() == 0, life.text()
+        return life
+
+    def final(self, step: int = STEPS) -> dict[str, Any]:
+        """Loads the last saved state, which must be that of ``step``."""
+        newest = max(self.state.glob("*.pt"))
+        assert newest.name.startswith(f"step-{step:012}.")
+        state: dict[str, Any] = torch.load(newest, weights_only=True)
+        return state
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "it does not happen"
+        time.sleep(0.001)
+
+
+def assert_same(actual: Any, expected: Any) -> None:
+    """Asserts that two saved states are equal bit for bit, including random numbers."""
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
 @pytest.fixture
 def run(starter: Starter, tmp_path: Path) -> Folders:
-    return Folders(starter, tmp_path)
+    return Folders(starter, tmp_path / "run")
+
+
+@pytest.fixture
+def expected(starter: Starter, tmp_path: Path) -> Folders:
+    return Folders(starter, tmp_path / "expected")
 
 
 @pytest.fixture(scope="module")
-def undisturbed(
-    starter: Starter, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[dict[str, Any], dict[int, float]]:
-    """Returns the last state and the losses of an undisturbed run."""
-    folders = Folders(starter, tmp_path_factory.mktemp("undisturbed"))
-    losses = folders.run().losses()
-    assert list(losses) == list(range(1, STEPS + 1))
-    return folders.final(), losses
+def undisturbed(starter: Starter, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Returns the last state of an undisturbed run."""
+    folders = Folders(starter, tmp_path_factory.mktemp("undisturbed") / "run")
+    folders.run()
+    return folders.final()
 
-
-Undisturbed = tuple[dict[str, Any], dict[int, float]]
 
 # --- killed and told to stop ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("times", [4, pytest.param(10, marks=pytest.mark.sweep)])
 def test_a_service_killed_several_times_ends_like_an_undisturbed_one(
-    run: Folders, undisturbed: Undisturbed, times: int
+    run: Folders, undisturbed: dict[str, Any], times: int
 ) -> None:
     moments = random.Random(0)
-    losses: dict[int, float] = {}
     for k in range(times):
         life = run.start()
         if k % 2:
-            life.wait_for("step", moments.randint(1, 4))
+            life.wait_for("saved", moments.randint(1, 3))
             time.sleep(moments.uniform(0, 0.03))  # any moment of a step will do
         else:
             life.wait_for("serving")
-            wait_until(lambda: any(run.state.glob("*.unfinished")))
+            wait_until(lambda: any(run.state.glob("unfinished")))
         assert life.kill(signal.SIGKILL) == -signal.SIGKILL
-        losses |= life.losses()
-    losses |= run.run().losses()
-    assert losses == undisturbed[1]
-    assert_same(run.final(), undisturbed[0])
+    run.run()
+    assert_same(run.final(), undisturbed)
 
 
 @pytest.mark.parametrize(
@@ -86,20 +247,20 @@ def test_a_service_killed_several_times_ends_like_an_undisturbed_one(
         ("os.fsync", 7),  # before the file is flushed
         ("os.replace", 4),  # before it gets its name
         ("os.fsync", 8),  # before the folder is flushed
-        ("pathlib.Path.unlink", 2),  # before an older one is deleted
+        ("pathlib.Path.unlink", 1),  # before an older one is deleted
     ],
 )
 def test_a_service_killed_while_saving_resumes_from_a_whole_state(
-    run: Folders, undisturbed: Undisturbed, function: str, call: int
+    run: Folders, undisturbed: dict[str, Any], function: str, call: int
 ) -> None:
     script = f"""
-import io, os, pathlib, signal, torch
-real, calls = {function}, 0
+import io, pathlib
+real, times = {function}, 0
 
 def dies(*args, **kwargs):
-    global calls
-    calls += 1
-    if calls == {call}:
+    global times
+    times += 1
+    if times == {call}:
         if real is torch.save:
             whole = io.BytesIO()
             real(args[0], whole)
@@ -109,33 +270,45 @@ def dies(*args, **kwargs):
     return real(*args, **kwargs)
 
 {function} = dies
+during = lambda step, rows: None
 """
-    life = run.start(script=script)
-    assert life.wait() == -signal.SIGKILL
-    assert max(life.losses()) == 6
+    assert run.start(script=script).wait() == -signal.SIGKILL
     second = run.run()
-    assert second.lines("resumed")[0]["step"] in (4, 6)
-    assert not second.lines("checkpoint refused")
-    assert_same(run.final(), undisturbed[0])
+    assert second.lines("resumed")[0]["step"] in ("4", "6")
+    assert "refused" not in second.text()
+    assert_same(run.final(), undisturbed)
+
+
+def test_a_state_with_a_wrong_byte_is_refused(
+    run: Folders, undisturbed: dict[str, Any]
+) -> None:
+    run.run("--steps 8")
+    for path in sorted(run.state.glob("*.pt"))[1:]:
+        path.write_bytes(path.read_bytes()[:-1] + b"!")
+    second = run.run()
+    assert len(second.lines("refused")) == 2
+    assert second.lines("resumed") == [{"step": "4"}]
+    assert_same(run.final(), undisturbed)
+    for path in run.state.glob("*.pt"):
+        path.write_bytes(b"!")
+    last = run.start()
+    assert last.wait() == 1
+    assert "is intact; delete them to begin anew" in last.text()
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
 def test_a_stop_signal_lets_the_service_finish_the_step_and_save(
-    run: Folders, undisturbed: Undisturbed, name: str
+    run: Folders, undisturbed: dict[str, Any], name: str
 ) -> None:
     script = f"""
 def during(step, rows):
     if step == 5:
         os.kill(os.getpid(), signal.{name})
 """
-    life = run.run(script=HOOKED + script)
-    assert max(life.losses()) == 5
-    last = life.lines()[-1]
-    assert (last["event"], last["step"]) == ("stopped", 5)
-    assert last["signal"] == getattr(signal, name)
-    assert run.final(5)["trainer"]["steps"] == 5
+    assert run.run(script=script).lines("stopped")[0]["step"] == "5"
+    assert run.final(5)["steps"] == 5
     run.run()
-    assert_same(run.final(), undisturbed[0])
+    assert_same(run.final(), undisturbed)
 
 
 @pytest.mark.parametrize(
@@ -145,123 +318,67 @@ def during(step, rows):
         pytest.param("cuda:0,cuda:1", marks=pytest.mark.multi_gpu),
     ],
 )
-def test_a_stop_on_gpus_changes_no_result(run: Folders, devices: str) -> None:
-    on_cuda = f"--devices {devices} --steps"
-    run.run(f"{on_cuda} 8")
-    expected = run.final(8)
-    for path in run.state.iterdir():
-        path.unlink()
-    run.run(f"{on_cuda} 5")
-    run.run(f"{on_cuda} 8")
-    assert_same(run.final(8), expected)
+def test_a_stop_on_gpus_changes_no_result(run: Folders, expected: Folders, devices: str) -> None:
+    expected.run(f"--devices {devices} --steps 8")
+    run.run(f"--devices {devices} --steps 5")
+    run.run(f"--devices {devices} --steps 8")
+    assert_same(run.final(8), expected.final(8))
 
 
 def test_two_processes_do_not_use_the_same_states(run: Folders) -> None:
-    first = run.start("--save-every 1000")
-    first.wait_for("step")
+    first = run.start("--steps 100000 --save-every 1000")
+    first.wait_for("saved")
     second = run.start()
-    assert second.wait() == 1
-    assert "another process uses the folder" in second.lines("failed")[0]["exception"]
+    assert second.wait() == 1 and "BlockingIOError" in second.text()
     assert first.kill(signal.SIGTERM) == 0
 
 
 # --- text that comes while it runs ----------------------------------------------------------------
 
 
-def test_new_text_is_used_and_a_kill_changes_no_result(
-    run: Folders, starter: Starter, tmp_path: Path
-) -> None:
-    """The same text comes during the same steps, once with a kill between two saves.
+def test_new_text_is_used_and_a_kill_changes_no_result(run: Folders, expected: Folders) -> None:
+    """The same text comes during the same step, once with a kill between two saves."""
+    for folders, kill_at in ((expected, 0), (run, 17)):
+        script = f"""
+import pathlib
 
-    At step 17 a pass begins with all that is known, which is not what came meanwhile.
-    """
-    script = """
 def during(step, rows):
     if step == 3:
-        (data / "three.txt").write_text("something that was not there. " * 5)
-    if step == 14:
-        (data / "one.txt").write_text("the pipeline is full of one.txt. " * 3 + "more. " * 50)
-    if step == kill_at:
+        pathlib.Path({str(folders.data / "three.txt")!r}).write_text("that was not there. " * 5)
+    if step == {kill_at}:
         os.kill(os.getpid(), signal.SIGKILL)
 """
+        assert folders.start("--save-every 6", script).wait() == (-signal.SIGKILL if kill_at else 0)
+    second = run.run("--save-every 6")
+    assert second.lines("resumed") == [{"step": "12"}]
+    assert_same(run.final(), expected.final())
+    assert run.final()["sizes"] == {"one.txt": 660, "three.txt": 100, "two.py": 640}
 
-    def script_for(folders: Folders, kill_at: int) -> str:
-        names = f"import pathlib\ndata, kill_at = pathlib.Path({str(folders.data)!r}), {kill_at}"
-        return f"{HOOKED}{names}{script}"
 
-    options = "--save-every 6 --steps 30"
-    (tmp_path / "expected").mkdir()
-    expected = Folders(starter, tmp_path / "expected")
-    for folders in (run, expected):
-        for file in folders.data.iterdir():
-            file.write_text(f"the pipeline is full of {file.name}. " * 3)
-    losses = expected.run(options, script_for(expected, 0)).losses()
-    first = run.start(options, script_for(run, 17))
-    assert first.wait() == -signal.SIGKILL
-    assert max(first.losses()) == 16
-    second = run.run(options)
-    assert second.lines("resumed")[0]["step"] == 12
-    assert first.losses() | second.losses() == losses
-    assert [line["bytes"] for line in first.lines("text found")][1:] == [144]  # windows of 150
-    assert [line["bytes"] for line in second.lines("text found")] == [296]  # and of 300
-    assert_same(run.final(30), expected.final(30))
-    position = run.final(30)["trainer"]["corpus"]["position"]
-    assert (position["pass"], position["part"]) == (2, 1)  # at what was found last
+def test_known_text_that_is_gone_is_an_error(run: Folders) -> None:
+    run.run("--steps 2")
+    (run.data / "one.txt").write_text("shorter")
+    life = run.start()
+    assert life.wait() == 1 and "or less now" in life.text()
 
 
 # --- out of memory, and stuck ---------------------------------------------------------------------
 
-IN_FORWARD = """
+
+@pytest.mark.parametrize("error", ["torch.OutOfMemoryError", "MemoryError"])
+def test_a_step_out_of_memory_is_done_once_with_more_micro_batches(
+    run: Folders, expected: Folders, error: str
+) -> None:
+    script = f"""
 def during(step, rows):
     if rows > 1:
-        raise torch.OutOfMemoryError("there is room for one row")
+        raise {error}("there is room for one row")
 """
-
-IN_BACKWARD = """
-def during(step, rows):
-    pass
-
-backwards = 0
-
-def in_backward(gradient):
-    global backwards
-    backwards += 1
-    if len(gradient) > 1 and backwards == 2:  # the last one, when some parameters have gradients
-        raise MemoryError("there is room for one row")
-
-def after(layer, args, output):
-    if output.requires_grad:
-        output.register_hook(in_backward)
-
-class Service(Service):
-    def build_model(self):
-        model = super().build_model()
-        model[2].register_forward_hook(after)
-        return model
-"""
-
-
-@pytest.mark.parametrize("script", [IN_FORWARD, IN_BACKWARD], ids=["forward", "backward"])
-def test_a_step_out_of_memory_is_done_once_with_more_micro_batches(
-    run: Folders, starter: Starter, tmp_path: Path, script: str
-) -> None:
-    (tmp_path / "expected").mkdir()
-    expected = Folders(starter, tmp_path / "expected")
-    losses = expected.run("--chunks 4 --steps 10").losses()
-
-    first = run.start("--steps 10", HOOKED + script)
-    retry = first.wait_for("out of memory")
-    assert (retry["step"], retry["chunks"], retry["level"]) == (1, 4, "warning")
-    first.wait_for("saved", 3)
-    first.kill(signal.SIGKILL)
-    second = run.run("--steps 10")  # has memory enough, and goes on as it was
-    assert first.losses() | second.losses() == losses
-    assert {line["chunks"] for line in second.lines("step")} == {4}
-    states = run.final(10)["trainer"], expected.final(10)["trainer"]
-    assert [state.pop("chunks") for state in states] == [
-        {"asked": 2, "now": 4}, {"asked": 4, "now": 4}
-    ]  # fmt: skip
-    assert_same(*states)
+    expected.run("--chunks 4 --steps 10")
+    first = run.run("--steps 6", script)
+    assert first.lines("out of memory") == [{"step": "1", "chunks": "4"}]
+    run.run("--steps 10")  # has memory enough, and goes on as it was
+    assert_same(run.final(10), expected.final(10))
 
 
 def test_the_service_ends_if_one_row_needs_too_much_memory(run: Folders) -> None:
@@ -270,11 +387,11 @@ def during(step, rows):
     if step > 3:
         raise torch.OutOfMemoryError("there is no room")
 """
-    life = run.start(script=HOOKED + script)
+    life = run.start(script=script)
     assert life.wait() == 1
-    assert [line["chunks"] for line in life.lines("out of memory")] == [4]
-    assert "OutOfMemoryError: there is no room" in life.lines("failed")[0]["exception"]
-    assert max(life.losses()) == 3
+    assert [line["chunks"] for line in life.lines("out of memory")] == ["4"]
+    assert "OutOfMemoryError: there is no room" in life.text()
+    assert run.final(2)["steps"] == 2
 
 
 def test_a_stuck_step_ends_the_service_and_says_where(run: Folders) -> None:
@@ -283,13 +400,10 @@ def during(step, rows):
     if step > 3:
         threading.Event().wait()
 """
-    life = run.start("--timeout 1.5", HOOKED + script)
+    life = run.start("--timeout 1.5", script)
     assert life.wait() == 3
-    last = life.lines()[-1]
-    assert (last["event"], last["level"], max(life.losses())) == ("stuck", "critical", 3)
-    assert "PipelineTimeout" in last["exception"]
-    assert "pipert-cpu-0" in last["exception"]
-    assert "in during" in last["exception"]
+    for text in ("CRITICAL root stuck", "PipelineTimeout", "pipert-cpu-0", "in during"):
+        assert text in life.text()
 
 
 # --- how it is ------------------------------------------------------------------------------------
@@ -306,65 +420,50 @@ def during(step, rows):
         waited.append(step)
         open({str(gate)!r}).read()  # until somebody opens the other end
 """
-    life = run.start("--steps 100000 --stale-after 1 --save-every 1000", HOOKED + script)
-    wait_until(lambda: life.get("/healthz")[0] == 503)
+    life = run.start("--steps 100000 --timeout 15 --save-every 1000", script)
     wait_until(lambda: "micro-batch 0" in life.get("/healthz")[1])
-    problems = json.loads(life.get("/healthz")[1])["problems"]
-    samples = life.metrics()
+    code, answer = life.get("/healthz")
+    metrics = life.get("/metrics")[1]
     gate.write_bytes(b"")
-    wait_until(lambda: life.get("/healthz") == (200, '{"healthy": true, "problems": []}\n'))
-    wait_until(lambda: life.metrics()["training_steps_total"] > 3)
+    wait_until(lambda: life.get("/healthz") == (200, '{"problems": []}'))
     assert life.kill(signal.SIGTERM) == 0
 
-    assert [problem.split(" for ")[0] for problem in problems] == [
+    assert code == 503
+    assert [problem.split(" for ")[0] for problem in json.loads(answer)["problems"]] == [
         "no step was finished",
         "pipert-cpu-0 has been at partition 0, micro-batch 0",
     ]
-    assert samples["training_steps_total"] == samples["training_step"] == 3
-    assert samples["training_tokens_total"] == 3 * 4 * 8
-    assert samples["pipert_runs_total outcome=succeeded pipe=training"] == 3
-    assert samples["pipert_runs_in_flight pipe=training"] == 1
-    assert samples["pipert_worker_tasks_total pipe=training worker=pipert-cpu-1"] == 6
-    assert samples["pipert_worker_task_age_seconds pipe=training worker=pipert-cpu-0"] > 0.5
-    assert samples["process_resident_memory_bytes"] > 1e6
+    assert 'pipert_runs_total{outcome="succeeded",pipe="training"} 3.0' in metrics
+    assert re.search(r"^training_loss \d+\.", metrics, re.MULTILINE)
 
 
 # --- the command line -----------------------------------------------------------------------------
 
 
-@pytest.mark.sweep  # it starts Python and imports torch: four seconds
-def test_the_command_of_the_docs_logs_json_lines_and_nothing_else(run: Folders) -> None:
-    command = [sys.executable, str(ROOT / "examples" / "training_service.py"), *OPTIONS.split()]
-    result = subprocess.run(
-        [*command, "--data", str(run.data), "--state", str(run.state), "--steps", "2"],
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert (result.returncode, result.stdout) == (0, ""), result.stderr
-    events = [json.loads(line)["event"] for line in result.stderr.splitlines()]
-    expected = ["serving", "text found", "saved", "begun", "step", "step", "saved", "stopped"]
-    assert [event for event in events if event != "message"] == expected
+def test_a_run_with_other_options_does_not_resume(run: Folders) -> None:
+    run.run("--steps 2")
+    life = run.start("--lr 1")
+    assert life.wait() == 1
+    assert "the saved state belongs to a run with {" in life.text()
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--data no/such/folder", "--data must be a folder, and no/such/folder is none"),
-        ("--lr 0", "--lr must be above 0"),
-        ("--stale-after -1", "--stale-after must be above 0"),
-        ("--port 70000", "--port must be from 0 to 65535, not 70000"),
-        ("--heads 3", "heads must divide width"),
-        ("--keep 0", "argument --keep: must be 1 or more, not 0"),
+        ("--save-every 0", "argument --save-every: must be 1 or more, not 0"),
+        ("--devices tpu9x", "must be like cpu,cpu"),
     ],
 )
 def test_a_wrong_option_ends_the_service_with_code_2(
-    example: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str],
-    options: str, message: str,
-) -> None:  # fmt: skip
-    folders = ["--data", str(tmp_path), "--state", str(tmp_path)]
+    example: ModuleType, capsys: pytest.CaptureFixture[str], options: str, message: str
+) -> None:
     with pytest.raises(SystemExit) as end:
-        example.main([*folders, *options.split()])
+        example.main(["--data", "x", "--state", "x", *options.split()])
     assert end.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_kill_costs_at_most_the_steps_that_readme_says(example: ModuleType) -> None:
+    options = example.read_options(["--data", "x", "--state", "x"])
+    readme = (ROOT / "README.md").read_text()
+    assert options.save_every == 10 and "It saves every ten steps, so a kill costs ten" in readme

@@ -81,7 +81,8 @@ def check(case: Case) -> None:
 def _compare(found: Found, expected: Found, tolerance: float) -> None:
     names = [name for name, _ in found.values], [name for name, _ in expected.values]
     if names[0] != names[1]:
-        raise Failure("differs", f"found {names[0]}, expected {names[1]}")
+        only = [sorted({*one} - {*other}) for one, other in (names, names[::-1])]
+        raise Failure("differs", f"found only {only[0]}, expected only {only[1]}, of {names[1]}")
     for (name, one), (_, other) in zip(found.values, expected.values, strict=True):
         if isinstance(one, Tensor) and isinstance(other, Tensor):
             one, other = one.detach().cpu(), other.detach().cpu()

@@ -42,15 +42,18 @@ class OwnState(Scale):
 
 
 class Times(torch.autograd.Function):
-    """A linear layer, differentiated by hand."""
+    """A linear layer, differentiated by hand, maybe without a gradient (docs/contract.md)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight)
         return x.to(weight.dtype) @ weight.t()
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        if dy is None:
+            return None, None
         x, weight = ctx.saved_tensors
         dy = dy.to(weight.dtype)
         return (dy @ weight).to(x.dtype), dy.t() @ x.to(weight.dtype)

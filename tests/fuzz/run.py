@@ -195,13 +195,17 @@ def precision(case: Case) -> Iterator[None]:
 
 @contextlib.contextmanager
 def armed(case: Case, step: Step, module: nn.Module) -> Iterator[None]:
-    """Makes the first fragile layer fail as the step says."""
+    """Makes the first fragile layer fail as the step says, in one of its first calls.
+
+    In no later one, which the reference without recomputation would not have.
+    """
     fragile = next((layer for layer in module.modules() if isinstance(layer, Fragile)), None)
     if fragile is None or step.fault is None:
         yield
         return
     fragile.armed, number = step.fault
-    fragile.left = number % min(chunks_of(case, step), step.rows)
+    calls = min(chunks_of(case, step), step.rows)
+    fragile.left = number % (min(calls, len(parts_of(case, step))) if step.ready else calls)
     try:
         yield
     finally:

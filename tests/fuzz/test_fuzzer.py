@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-import pipert.pipes.pipelined as pipelined
 from pipert.autograd import streams as stream
 from pipert.batch.joining import gather
+from pipert.pipes import base
 from pipert.stage.run import Run
 from tests import simulated_gpus
 from tests.fuzz.case import Case, Step, draw
@@ -44,6 +44,11 @@ def test_a_hundred_cases_in_a_fresh_process_equal_the_plain_module_s(first: int)
         [sys.executable, "-m", "tests.fuzz", *arguments], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_fault_does_not_wait_for_a_call_that_the_reference_does_not_have() -> None:
+    step = Step(how="gpipe", chunks=4, checkpoint="always", fault=("F", 2), ready=True)
+    check(Case(units=("fragile", "noise"), steps=(step,)))
 
 
 @contextlib.contextmanager
@@ -88,7 +93,7 @@ def test_inputs_that_may_be_overwritten_too_early_are_found() -> None:
 
 def test_a_wrong_value_is_found_and_the_case_is_shrunk() -> None:
     right = gather
-    with seeded_fault(pipelined, "gather", lambda ys, sizes, *_: right(ys[::-1], sizes[::-1])):
+    with seeded_fault(base, "gather", lambda ys, sizes, *_: right(ys[::-1], sizes[::-1])):
         case, kind = found()
         assert kind == "differs"
         small = shrink(case, kind, seconds=20, tries=1)

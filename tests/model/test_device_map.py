@@ -181,8 +181,14 @@ class WithTable(nn.Module):
         return y + self.table
 
 
+several_devices = pytest.mark.parametrize(
+    "devices",
+    [["cuda:0", "cuda:1"], ["cuda:1", "cuda:0"], ["cpu", "cuda:0"], ["cuda:0", "cpu"]],
+)
+
+
 @pytest.mark.multi_gpu
-@pytest.mark.parametrize("devices", [["cuda:0", "cuda:1"], ["cuda:1", "cuda:0"]])
+@several_devices
 def test_a_closed_pipe_leaves_the_parameters_of_the_model_itself(devices: list[str]) -> None:
     pytest.importorskip("accelerate")
     model, x = WithTable(), torch.randn(4, 4)
@@ -191,6 +197,29 @@ def test_a_closed_pipe_leaves_the_parameters_of_the_model_itself(devices: list[s
         pipe(x).sum().backward()
     assert all(one is other for one, other in zip(model.parameters(), before, strict=True))
     assert all(parameter.grad is not None for parameter in before)
+
+
+@pytest.mark.multi_gpu
+@several_devices
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_model_on_several_devices_trains_on_when_its_pipe_is_closed(
+    devices: list[str], tied: bool
+) -> None:
+    pytest.importorskip("accelerate")
+    model, x = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in "abc")), torch.randn(4, 4)
+    if tied:
+        model[2].weight = model[0].weight
+    plain = copy.deepcopy(model)
+    for _ in range(2):
+        plain(x).sum().backward()
+    before = list(model.parameters())
+    with pipeline(model, ["1"], devices=devices) as pipe:
+        pipe(x).sum().backward()
+    assert set(vars(model)["hf_device_map"].values()) <= {0, 1, "cpu"}
+    model(x).sum().backward()
+    for one, other in zip(before, plain.parameters(), strict=True):
+        assert one.grad is not None
+        torch.testing.assert_close(one.grad.cpu(), other.grad)
 
 
 @pytest.mark.multi_gpu

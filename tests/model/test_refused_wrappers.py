@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from pipert import pipeline
-from pipert.pipes.pipelined import Pipelined
+from pipert.pipes.base import PipeBase
 from tests.pipes import pipe_of_layers
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -53,13 +53,6 @@ def test_a_data_parallel_module_is_refused_with_a_remedy(kind: str, remedy: str)
         pipeline(wrapped(kind), ["module"], devices=["cpu", "cpu"])
 
 
-def test_a_layer_is_not_replaced_by_a_data_parallel_one() -> None:
-    with pipe_of_layers(nn.Linear(4, 4), nn.Linear(4, 4)) as pipe:
-        with pytest.raises(TypeError, match="is a DataParallel"):
-            pipe[0] = wrapped("DataParallel")
-        assert isinstance(pipe[0], nn.Linear)
-
-
 @pytest.mark.parametrize("kind", ["Pipe", "any model"])
 @pytest.mark.parametrize("has_run", [False, True])
 def test_layers_that_are_sharded_after_the_pipe_was_made_are_refused(
@@ -67,7 +60,7 @@ def test_layers_that_are_sharded_after_the_pipe_was_made_are_refused(
 ) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     x = torch.ones(4, 4)
-    makes: dict[str, Callable[[], Pipelined]] = {
+    makes: dict[str, Callable[[], PipeBase]] = {
         "Pipe": lambda: pipe_of_layers(*model),
         "any model": lambda: pipeline(model, ["1"], devices=["cpu", "cpu"]),
     }

@@ -8,7 +8,7 @@ __all__ = ["MUTANTS"]
 
 COPIES = "pipert/stage/copies.py"
 IN_GRAPH, CUT = "pipert/stage/call_boundary.py", "pipert/stage/step_boundary.py"
-BACKWARD = "pipert/stage/backward.py"
+BACKWARD, RECORDED = "pipert/stage/backward.py", "pipert/stage/recorded.py"
 
 _COMPUTE_WAITS = (
     "compute = streams.compute_stream(self._device)\n"
@@ -236,4 +236,20 @@ OF_STEPS = [
     ),
 ]  # fmt: skip
 
-MUTANTS = [*OF_COPIES, *OF_CALLS, *OF_STEPS]
+OF_RECORDED = [
+    Mutant(
+        "recorded-wait-lost", RECORDED, "the wait itself, if it is recorded",
+        "return self._transport.wait(i, x, waiter, awaited)\n        y", "return x\n        y",
+    ),
+    Mutant(
+        "recorded-copy-swapped", RECORDED, "source and target of a recorded copy: swapped",
+        "moved = self._transport.copy(i, tensors, source, target, origin)",
+        "moved = self._transport.copy(i, tensors, target, source, origin)",
+    ),
+    Mutant(
+        "unrecorded-wait-lost", RECORDED, "the wait itself, if its backward is recorded",
+        "y = self._transport.wait(i, x, waiter, awaited)", "y = x",
+    ),
+]  # fmt: skip
+
+MUTANTS = [*OF_COPIES, *OF_CALLS, *OF_STEPS, *OF_RECORDED]

@@ -36,9 +36,6 @@ TELLING = (
 
 FIRST = {
     "pipert/stage/recorded.py": ("tests/cuda/test_copies_overlap.py",),
-    "pipert/observe/": (
-        "tests/cuda/test_copies_overlap.py", "tests/recording/test_pieces_on_a_gpu.py",
-    ),
     "pipert/balance/": ("tests/balance/test_measure.py", "tests/balance/test_by_time.py"),
     "pipert/model/calls.py": ("tests/model/test_calls.py",),
     "pipert/layers/effects.py": (

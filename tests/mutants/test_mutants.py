@@ -52,7 +52,6 @@ def test_each_reason_names_an_existing_place() -> None:
 def test_places_are_found() -> None:
     found = {(site.file, site.call) for site in sites()}
     assert ("pipert/autograd/streams.py", "waiter.wait_stream(awaited)") in found
-    assert ("pipert/observe/recorder.py", "moment.synchronize()") in found
 
 
 def test_an_outdated_mutant_is_reported_with_its_text() -> None:

@@ -233,30 +233,3 @@ def test_a_pipe_in_a_layer_has_skips_of_its_own(namespace: Namespace | None) -> 
 def test_a_call_of_a_pipe_leaves_the_plain_skips_of_the_caller_alone() -> None:
     with pipe_of(Stash(), PopAdd(), chunks=2) as pipe:
         same(nn.Sequential(Stash(), Apply(lambda x: pipe(x)), PopAdd())(rows(2)), rows(2) * 7)
-
-
-# Another layer in the place of one ----------------------------------------------------------------
-
-
-def test_a_replaced_layer_takes_part_in_the_skips() -> None:
-    with pipe_of(Stash(), Apply(torch.neg), PopAdd(), chunks=2) as pipe:
-        pipe(rows(2))
-
-        @skippable(stash=["a"])
-        class StashMore(nn.Module):
-            def forward(self, x: Tensor) -> Forward:
-                yield stash("a", x * 100)
-                return x
-
-        setattr(pipe, "0", StashMore())
-        same(pipe(rows(2)), rows(2) * 99)
-
-
-@pytest.mark.parametrize("layer", [nn.Tanh(), PopAdd(), Stash().isolate(Namespace())])
-def test_a_layer_whose_skips_do_not_match_does_not_replace_another(layer: nn.Module) -> None:
-    with pipe_of(Stash(), Apply(torch.neg), PopAdd(), chunks=2) as pipe:
-        before = [*pipe]
-        with pytest.raises(TypeError, match="the stashes and pops of the layers do not match"):
-            setattr(pipe, "0", layer)
-        assert [*pipe] == before
-        same(pipe(rows(2)), -rows(2))

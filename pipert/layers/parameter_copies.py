@@ -1,15 +1,16 @@
-"""Tied weights: one parameter used by layers on several devices.
+"""Copies of parameters that live on another device, or that have hooks in a step.
 
-The standard way is one parameter per device, initialised alike, whose gradients special code adds
-up before the optimizer's step. Here it stays one parameter. It lives on the device of the first
+The standard way to tie weights over devices is one parameter per device, initialised alike, whose
+gradients special code adds up. Here it stays one parameter. It lives on the device of the first
 partition that uses it, its *owner*; every other device computes with a copy:
 
-1. The stage of a borrowing partition copies it once per run, before its first micro-batch, inside
-   the graph. So the gradients of all its micro-batches are summed there, copied back once, and
-   added into the one ``.grad`` by autograd.
+1. It is copied once per run and partition, in a call inside the graph. So the gradients of all
+   micro-batches are summed there, copied back once, and added into the one ``.grad`` by autograd.
+   In a step a parameter with hooks, which must see the whole gradient, has a copy as well. In any
+   model so has a buffer that layers on several devices share.
 2. While a layer that uses the parameter runs, a :class:`Substitute` passes the copy to every torch
    function called with it. The modules are not touched: names, ``state_dict`` and other runs are
-   unaffected.
+   unaffected. A change in place is refused, as the others would miss it.
 3. A recomputation uses the copy of its forward.
 
 A substitute reaches only torch functions: scripted functions and backward hooks get the parameter
@@ -21,7 +22,8 @@ registers on the parameter in its forward goes to the copy, and sees its device'
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,10 +45,12 @@ from pipert.layers.buffers import original_of
 from pipert.layers.compiling import is_compiled
 from pipert.layers.modules import modules_of
 from pipert.layers.nested_checkpoint import refuse_nested_checkpoint
+from pipert.workers.context import is_transformed
 
 __all__: list[str] = []
 
 Weights = tuple[nn.Parameter, ...]
+Borrow = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 
 def borrowed(
@@ -69,11 +73,9 @@ def borrowed(
 
 def check_borrowers(partition: nn.Module, weights: Weights) -> None:
     """Refuse compiled and scripted layers that use ``weights``, as they cannot get the copies."""
-    _refuse_compiled(
-        partition, weights,
-        "uses a parameter that lives on another device, so it cannot receive the copy; choose a "
-        "balance that puts the layers that share it on one device, or leave this layer uncompiled",
-    )  # fmt: skip
+    for name, layer in partition.named_children() if weights else ():
+        if not set(weights).isdisjoint(layer.parameters()):
+            _refuse_compiled(layer, f"layer {name!r}")
 
 
 def hooked(partition: nn.Module, others: Weights, setters: dict[nn.Module, nn.Module]) -> Weights:
@@ -94,18 +96,17 @@ def hooked(partition: nn.Module, others: Weights, setters: dict[nn.Module, nn.Mo
             if weight is not None and tensor_hooks(weight):
                 found[weight] = None
     weights = tuple(weight for weight in found if weight not in set(others))
-    _refuse_compiled(
-        partition, weights,
-        "has a parameter with a hook, which cannot be replaced; use "
-        "register_post_accumulate_grad_hook instead, or leave this layer uncompiled",
-    )  # fmt: skip
+    check_borrowers(partition, weights)
     return weights
 
 
-def _refuse_compiled(partition: nn.Module, weights: Weights, problem: str) -> None:
-    for name, layer in partition.named_children() if weights else ():
-        if is_compiled(layer) and not set(weights).isdisjoint(layer.parameters()):
-            raise ValueError(f"layer {name!r} is compiled or scripted and {problem}")
+def _refuse_compiled(layer: nn.Module, what: str) -> None:
+    if is_compiled(layer):
+        raise ValueError(
+            f"{what} is compiled or scripted and uses a parameter that lives on another device, or "
+            "in forward_backward has a hook, so it cannot receive the copy; put the layers that "
+            "share it on one device, use register_post_accumulate_grad_hook, or leave it uncompiled"
+        )
 
 
 def _sets_weight(module: nn.Module) -> bool:
@@ -122,6 +123,83 @@ _SET_ON_TWO_THREADS = (
 )
 
 
+class ParameterCopies:
+    """The copies of parameters and buffers in one run. Those of a partition are used only there.
+
+    Args:
+        buffers: the ids of the buffers that layers of several partitions share.
+    """
+
+    def __init__(self, buffers: Collection[int] = ()) -> None:
+        self._buffers = buffers
+        self._versions: dict[int, int] = {}
+        self._copies: dict[tuple[int, int], tuple[Tensor, Tensor, int]] = {}
+        self._substitutes: dict[tuple[Any, ...], Substitute | None] = {}
+        self._has_looked = False  # at the graph of a micro-batch, which is once per run
+
+    def note_versions(self, tensors: Iterable[Tensor]) -> None:
+        """Note the versions of tensors that may get copies, when the run begins."""
+        self._versions = {id(tensor): version(tensor) for tensor in tensors}
+
+    def copy_of(self, tensor: Tensor, j: int, borrow: Borrow) -> Tensor:
+        """Return the copy of a tensor in partition ``j``, which ``borrow`` makes."""
+        key = j, id(tensor)
+        if key not in self._copies:
+            if is_transformed():
+                raise RuntimeError(_TRANSFORMED)
+            (copy,) = borrow((tensor,))
+            self._copies[key] = tensor, copy, version(copy)
+        return self._copies[key][1]
+
+    def tensors_of(self, *layers: nn.Module) -> list[Tensor]:
+        """Return what may have copies of a called layer, and of the modules in its arguments."""
+        found: list[Tensor] = []
+        for k, layer in enumerate(layers):
+            for part in modules_of(layer):
+                found += [weight for weight in part._parameters.values() if weight is not None]
+                if part._buffers and (k or self._buffers):
+                    # A recomputation puts clones in the place of buffers.
+                    buffers = [original_of(b) for b in [*part._buffers.values()] if b is not None]
+                    found += [buffer for buffer in buffers if k or id(buffer) in self._buffers]
+        return list(dict.fromkeys(found))
+
+    def wrap(
+        self, j: int, layers: Sequence[nn.Module], call: Callable[..., Any],
+        make: Callable[[Tensor], object] | None = None,
+    ) -> Callable[..., Any]:  # fmt: skip
+        """Return ``call``, made to use the copies of the tensors of ``layers`` in partition ``j``.
+
+        These are the called layer, which must not be compiled, and the modules in its arguments.
+        Before their first call in the partition, ``make`` gets each tensor, to copy it if needed;
+        by default all copies have been made.
+        """
+        key = j, *layers
+        if key not in self._substitutes:
+            own = self.tensors_of(*layers)
+            if make is not None:
+                for tensor in own:
+                    make(tensor)
+            keys = [(j, id(tensor)) for tensor in own]
+            used = [self._copies[each] for each in keys if each in self._copies]
+            if used:
+                _refuse_compiled(layers[0], "a layer")
+            versions = [self._versions.setdefault(id(w), version(w)) for w, _, _ in used]
+            weights, copies = [w for w, _, _ in used], [copy for _, copy, _ in used]
+            self._substitutes[key] = Substitute(weights, copies, versions) if used else None
+        substitute = self._substitutes[key]
+        return call if substitute is None else partial(substitute.during, call)
+
+    def are_changed(self) -> bool:
+        """Return whether a copy was changed in place."""
+        return any([version(copy) != before for _, copy, before in [*self._copies.values()]])
+
+    def refuse_functions(self, y: Value) -> None:
+        """Refuse a ``Function`` of the model's own code that got a parameter, not its copy."""
+        if self._copies and not self._has_looked and torch.is_grad_enabled():
+            copied = {id(weight) for weight, _, _ in [*self._copies.values()]}
+            self._has_looked = _refuse_functions(y, copied)
+
+
 class Substitute(TorchFunctionMode):
     """A function mode that passes ``copies`` to the torch functions called with ``weights``.
 
@@ -134,6 +212,7 @@ class Substitute(TorchFunctionMode):
         self, weights: Sequence[Tensor], copies: Sequence[Tensor], versions: Sequence[int]
     ) -> None:
         super().__init__()
+        self._has_looked = False  # at the graph of a call, which is once per run
         self._copies = {id(weight): copy for weight, copy in zip(weights, copies, strict=True)}
         self._watched: list[tuple[Tensor, int]] = [
             *zip(weights, versions, strict=True),
@@ -163,10 +242,11 @@ class Substitute(TorchFunctionMode):
 
     def during(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run ``call(*args, **kwargs)`` with the copies."""
-        begins = [x.grad_fn for x in differentiable((args, kwargs))[0]]
+        given = () if self._has_looked else differentiable((args, kwargs))[0]
+        begins = [x.grad_fn for x in given]
         with self:
             y = call(*args, **kwargs)
-        refuse_functions(y, self._copies, begins)
+        self._has_looked = self._has_looked or _refuse_functions(y, self._copies, begins)
         return y
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
@@ -179,10 +259,11 @@ class Substitute(TorchFunctionMode):
             )
 
 
-def refuse_functions(y: Value, copied: Container[int], stop: Iterable[Any] = ()) -> None:
+def _refuse_functions(y: Value, copied: Container[int], stop: Iterable[Any] = ()) -> bool:
     """Refuse a graph in which a ``Function`` got a parameter of another device, not its copy.
 
-    ``copied`` has the ids of parameters with copies; the nodes in ``stop`` are not visited.
+    ``copied`` has the ids of parameters with copies; the nodes in ``stop`` are not visited. Returns
+    whether there was a graph.
     """
     ends = [x.grad_fn for x in differentiable(y)[0] if x.grad_fn is not None]
     node: Any
@@ -197,9 +278,14 @@ def refuse_functions(y: Value, copied: Container[int], stop: Iterable[Any] = ())
                     "pass it weight.view_as(weight), which is a view of this device's copy, or "
                     "choose a balance that puts the layers that share it on one device"
                 )
+    return bool(ends)
 
 
 _DATA = Tensor.data.__get__  # type: ignore[attr-defined]
+_TRANSFORMED = (
+    "a transform of torch.func in a model's own code uses a parameter that lives on another device "
+    "or has a hook, and cannot be given a copy in its place; use it before the transform as well"
+)
 _NESTED = (
     "a layer used torch.utils.checkpoint around a parameter that lives on another device, or in "
     "forward_backward has a hook; its recomputation would not get what stands for it"
