@@ -23,7 +23,7 @@ from models.gpt import VOCABULARY, ModelConfig, build_model
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from pipert.balance import balance_by_cost, by_time, layer_times
+from pipert.balance import balance_by_cost, layer_times, measure
 from pipert.batch.tensors import tensors_of
 
 __all__ = ["P40", "WORKLOADS", "Workload"]
@@ -84,7 +84,7 @@ class Workload:
     def times(self) -> list[float]:
         """Returns the virtual seconds of each layer."""
         GPUS.rates(**self.rates().rates())
-        with mock.patch.object(by_time, "now", _now):
+        with mock.patch.object(measure, "now", _now):
             return layer_times(self.build(), self.batch(self.rows), timeout=0, device="cuda:0")
 
 

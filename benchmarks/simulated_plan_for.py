@@ -41,8 +41,8 @@ from torch import Tensor, nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
 import pipert  # noqa: E402
-from pipert.balance import call_times  # noqa: E402
-from pipert.planning import Candidate, layer_costs, search  # noqa: E402
+from pipert.balance import calls, measure  # noqa: E402
+from pipert.planning import Candidate, search  # noqa: E402
 from tests.devices.lockstep import in_lockstep  # noqa: E402
 
 __all__ = ["main"]
@@ -110,9 +110,9 @@ def times() -> list[Row]:
     ways = [(plain, "9MiB"), (plain, "7MiB"), (plain, "6MiB"), (Cut(plain), "9MiB")]
     for module, memory in ways:
         with (
-            mock.patch.object(layer_costs, "now", virtual),
+            mock.patch.object(measure, "now", virtual),
             mock.patch.object(search, "now", virtual),
-            mock.patch.object(call_times, "now", virtual),
+            mock.patch.object(calls, "now", virtual),
         ):
             found = pipert.plan_for(
                 module, x, memory=memory, loss_fn=square, devices=DEVICES, best=8

@@ -169,6 +169,9 @@ _needed("_cdata", _leaf.untyped_storage())
 identity: Callable[[Any], int] = operator.attrgetter("_cdata")
 """What two Python objects for one storage, or for one generator, have in common."""
 
+weak_storage: Callable[[Any], Any] = _needed("torch.multiprocessing.reductions:StorageWeakRef")
+"""Refers to a storage weakly; as long as it does, no other storage gets that ``cdata``."""
+
 dual_of: Any = _needed("_make_dual", torch.ops.aten)
 """The operation that gives a tensor its tangent in forward-mode differentiation."""
 

@@ -10,8 +10,14 @@ your own, :func:`layer_times` and :func:`layer_sizes` return the measurements of
 from __future__ import annotations
 
 from pipert.balance.by_cost import balance_by_cost
-from pipert.balance.by_size import LayerSize, balance_by_size, crossing_sizes, layer_sizes
-from pipert.balance.by_time import balance_by_time, layer_times
+from pipert.balance.measured import (
+    LayerSize,
+    balance_by_size,
+    balance_by_time,
+    crossing_sizes,
+    layer_sizes,
+    layer_times,
+)
 from pipert.batch.microbatch import Arguments
 
 __all__ = [

@@ -1,11 +1,13 @@
 """Chooses where to cut a model that is not a Sequential, by measured times.
 
 The model need not name its lists of blocks: they are the outermost ``ModuleList``s (``_pp_plan`` of
-transformers names the same ones). A list inside an element, such as one of experts, is no place to
-cut, unless the element takes more than a partition's share. Then it is cut inside if it stands
-alone, as a backbone does. If it is one of several of its class, it is a block and stays whole, but
-for a stage, which has a list of blocks of its own. In any case the pieces are computed one from
-another: experts, which all get the input of their block, are no places to cut.
+transformers names the same ones), or its ``Sequential``s if it has none, or else its children.
+Other modules with parameters, such as an embedding and a head, are candidates, too. A list inside
+an element, such as one of experts, is no place to cut, unless the element takes more than a
+partition's share. Then it is cut inside if it stands alone, as a backbone does. If it is one of
+several of its class, it is a block and stays whole, but for a stage, which has a list of blocks of
+its own. In any case the pieces are computed one from another: experts, which all get the input of
+their block, are no places to cut.
 """
 
 from __future__ import annotations
@@ -18,9 +20,9 @@ from torch import nn
 
 from pipert._typing import Device, Value
 from pipert.balance.by_cost import balance_by_cost, check_partitions
-from pipert.balance.by_time import medians
-from pipert.balance.call_times import block_times
-from pipert.balance.probe import measuring_device
+from pipert.balance.calls import measure_calls, measuring_device
+from pipert.balance.cost import Cost
+from pipert.balance.measure import repeated, time_once
 from pipert.batch.microbatch import Arguments, arguments_of
 from pipert.layers.compiling import is_compiled_itself
 from pipert.model.cuts import is_called, layers_of
@@ -42,17 +44,7 @@ def choose_cuts(
 ) -> list[str]:
     """Returns the names of the modules at which to cut, so that the slowest partition is fastest.
 
-    Candidates are the elements of the model's outermost ``ModuleList``s, or of its ``Sequential``s
-    if it has none, or else its children; other modules with parameters beside these, such as an
-    embedding and a head; and the modules inside a candidate that takes longer than a partition
-    should, unless it is a block.
-
-    Args:
-        model: on any device, in the mode to measure; stays unchanged, see :func:`block_times`.
-        partitions: the number of devices.
-        example: the arguments of one micro-batch, see :func:`arguments_of`.
-        timeout: seconds to spend, after two or more forwards to warm up.
-        device: where to measure. Default: the first CUDA device, or the CPU if there is none.
+    Measures for ``timeout`` seconds, after two forwards to warm up.
 
     Raises:
         ValueError: the model calls fewer candidates than there are partitions, or an argument is
@@ -67,10 +59,11 @@ def choose_cuts(
 
     layers, names = find_blocks(model, n, arguments, where)
 
-    def measure() -> Iterator[float]:
-        return map(block_times(model, layers, names, arguments, where).__getitem__, names)
+    def measure() -> list[Cost]:
+        costs = measure_calls(model, layers, names, arguments, where, time_once)
+        return [costs[name] for name in names]
 
-    return [names[k] for k in accumulate(balance_by_cost(medians(measure, timeout), n)[:-1])]
+    return [names[k] for k in accumulate(balance_by_cost(repeated(measure, timeout), n)[:-1])]
 
 
 def find_blocks(
@@ -88,7 +81,8 @@ def find_blocks(
     def measure(cuts: set[str], upstream: dict[str, set[str]]) -> Times:
         layers = layers_of(model, cuts)
         begins = {name for name, layer in layers.items() if name in cuts or _has_parameters(layer)}
-        return block_times(model, layers, begins, example, device, upstream)
+        costs = measure_calls(model, layers, begins, example, device, time_once, upstream=upstream)
+        return {name: cost.seconds for name, cost in costs.items()}
 
     cuts, names = _refined_cuts(model, each * n, measure)
     if len(names) < n:

@@ -1,6 +1,6 @@
 """Plans a pipe before there is one: which balance, chunks, checkpoint and schedule fit the memory.
 
-``layer_costs`` measures each layer once, ``memory`` predicts the peak of each device, and
+``costs`` measures each layer, ``memory`` predicts the peak of each device, and
 ``search`` tries them.
 """
 

@@ -22,7 +22,7 @@ class Candidate:
     checkpoint: str | tuple[str, ...]
     schedule: str
     seconds: float
-    """Of a step, without the optimizer."""
+    """The time of a step, without the optimizer; on CPU without what tasks cost by themselves."""
     peaks: tuple[int, ...]
     """The most bytes on each device, in the order of the devices."""
 
@@ -71,11 +71,10 @@ Memory = float | str
 
 def limits_of(memory: Memory | Sequence[Memory], d: int) -> list[int]:
     """Return the bytes that each of ``d`` devices may use."""
-    if isinstance(memory, (int, float, str)):
-        memory = [memory] * d
-    if len(memory) != d:
+    each = [memory] * d if isinstance(memory, (int, float, str)) else memory
+    if len(each) != d:
         raise ValueError(f"memory must be one limit, or one for each of {d} devices, got {memory}")
-    return [*map(bytes_of, memory)]
+    return [*map(bytes_of, each)]
 
 
 _UNITS = {"": 1, "B": 1, **{f"{k}B": 10 ** (3 * p) for p, k in enumerate("KMGT", 1)}}

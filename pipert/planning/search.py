@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from functools import cache, partial
-from itertools import accumulate, chain, pairwise, product
+from itertools import accumulate, pairwise, product
 from operator import gt
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,26 +17,24 @@ from torch.optim import Optimizer
 from pipert._torch import NormBase
 from pipert._typing import Device, Value
 from pipert.balance.blocks import minimise_longest_block
-from pipert.balance.by_calls import find_blocks
 from pipert.balance.by_cost import check_partitions
-from pipert.balance.by_time import now
-from pipert.balance.probe import as_arguments, copied, measuring_device, micro_batches, storages
+from pipert.balance.calls import as_arguments, copy_of, micro_batches
+from pipert.balance.cost import Cost, joined, total
+from pipert.balance.measure import Storages, now
 from pipert.batch.microbatch import arguments_of
 from pipert.batch.tensors import tensors_of
 from pipert.model.calls import settled
 from pipert.model.devices import parse_devices, where_tensors_are
 from pipert.model.settings import check_chunks
-from pipert.model.split import check_module, is_sequential
+from pipert.model.split import is_sequential
 from pipert.planning.candidate import Candidate, Candidates, Memory, limits_of, text_of
-from pipert.planning.layer_costs import LayerCost, block_costs, layer_costs
-from pipert.planning.memory import PartitionCost, peaks
+from pipert.planning.costs import costs_of_layers, costs_of_model
+from pipert.planning.memory import peaks
 from pipert.schedules.action import BACKWARD, FORWARD, RECOMPUTE, WEIGHT, Action
 from pipert.schedules.plan import Plan, plan, recomputed_in_each
 from pipert.schedules.simulate import most_kept, simulate
 
 __all__ = ["plan_for"]
-
-LossFn = Callable[..., Tensor] | None
 
 
 def plan_for(
@@ -104,75 +101,32 @@ def plan_for(
     where = where_tensors_are(parse_devices(names))
     limits = limits_of(memory, len(names))
     if isinstance(loss_fn, nn.Module):  # with class weights, perhaps
-        loss_fn = copied(loss_fn, where[0])
-    prepare = _of_layers
-    if not is_sequential(model):
-        prepare, example = _of_model, arguments_of(example)
-    costs_for = prepare(model, example, loss_fn, target, len(names), where[0])
+        loss_fn = copy_of(loss_fn, where[0])
+    d, is_cut = len(names), not is_sequential(model)
+    if is_cut:
+        example = arguments_of(example)
+        first = as_arguments(micro_batches(example, d)[0])
+        costs_for = costs_of_model(model, loss_fn, d, where[0], first)
+    else:
+        costs_for = costs_of_layers(model, loss_fn, d, where[0])
     rows = min([len(tensor) for tensor in tensors_of(example)[0] if tensor.dim()], default=1)
     if any(isinstance(module, NormBase) and module.training for module in model.modules()):
         rows //= 2  # statistics need two
-    tried = chunks or [k * len(names) for k in (1, 2, 4, 8) if k * len(names) <= rows] or [1]
+    tried = chunks or [k * d for k in (1, 2, 4, 8) if k * d <= rows] or [1]
     # Several numbers of chunks may make the same micro-batches.
-    different = {len(micro_batches(example, m)): m for m in map(check_chunks, tried)}
+    split = [micro_batches(example, m) for m in map(check_chunks, tried)]
     sizes = [sum(tensor.nbytes for tensor in tensors_of(x)[0]) for x in (example, target)]
-    search = _Search(names, where, prepare is _of_model, limits, param_scale, sizes)
-    found = [each for m in different for each in search.candidates(costs_for(m), m)]
-    fit = [each for each in found if not search.excess(each)]
+    search = partial(_Search, names, limits, param_scale, sizes, is_cut)
+    found = list[Candidate]()
+    for m, value in {len(batches): batches[0] for batches in split}.items():
+        aim = None if target is None else settled(micro_batches(target, m)[0], where[0])
+        found += search(m, costs_for(value, aim)).candidates()
+    fit = [each for each in found if not _excess(each, limits)]
     if not fit:
-        raise ValueError(_what_is_missing(min(found, key=search.excess), limits, names))
+        least = min(found, key=lambda each: _excess(each, limits))
+        raise ValueError(_what_is_missing(least, limits, names))
     fastest = sorted(fit, key=lambda each: (round(each.seconds, 9), sum(each.peaks)))
     return Candidates(fastest[:best])
-
-
-_Blocks = dict[str, list[LayerCost]]
-"""The costs in each block, by the name of the layer or module with which it begins."""
-_CostsFor = Callable[[int], _Blocks]
-"""Returns the costs of blocks for a number of micro-batches."""
-
-
-def _of_layers(
-    model: Any, example: Value, loss_fn: LossFn, target: Value, d: int, where: torch.device
-) -> _CostsFor:
-    check_module(model)
-    check_partitions(d, len(model))
-
-    def costs_for(m: int) -> _Blocks:
-        value, named = micro_batches(example, m)[0], [*model._modules.items()]
-        if loss_fn is not None:  # as a layer, which stays with the last one
-            named.append(("loss_fn", _Loss(loss_fn, _first(target, m, where))))
-        costs = layer_costs(nn.Sequential(OrderedDict(named)), value, where)
-        blocks = {name: [cost] for name, cost in zip(model._modules, costs, strict=False)}
-        blocks[[*blocks][-1]] += costs[len(blocks) :]
-        return blocks
-
-    return costs_for
-
-
-def _of_model(
-    model: nn.Module, example: Value, loss_fn: LossFn, target: Value, d: int, where: torch.device
-) -> _CostsFor:
-    measuring_device(where, model)  # refuses parameters without values
-    layers, begins = {"": model}, [""]
-    if d > 1:
-        first = as_arguments(micro_batches(example, d)[0])
-        layers, begins = find_blocks(model, d, first, where, 2)
-
-    def costs_for(m: int) -> _Blocks:
-        value, aim = as_arguments(micro_batches(example, m)[0]), _first(target, m, where)
-
-        def loss(output: Value) -> Value:
-            return output if loss_fn is None else loss_fn(output, aim)
-
-        costs = block_costs(model, layers, begins, value, where, loss)
-        return {name: each for name, each in zip(begins, costs, strict=True) if each}
-
-    return costs_for
-
-
-def _first(target: Value, m: int, where: torch.device) -> Value:
-    """Return the target of the first micro-batch."""
-    return None if target is None else settled(micro_batches(target, m)[0], where)
 
 
 def _names(devices: Iterable[Device] | None) -> list[str]:
@@ -206,119 +160,119 @@ def _scale_of(optimizer: Optimizer | Callable[..., Optimizer] | None) -> float:
         one.step()
     state = [value for values in one.state.values() for value in values.values()]
     of_parameters = sum([each.nbytes for each in one.state]) or 1
-    return 2 + sum(storages(state).values()) / of_parameters
-
-
-class _Loss(nn.Module):
-    """The loss of a micro-batch, as a layer. What ``loss_fn`` belongs to is not copied with it."""
-
-    def __init__(self, loss_fn: Callable[..., Tensor], target: Value) -> None:
-        super().__init__()
-        self._given = loss_fn, target
-
-    def forward(self, y: Value) -> Tensor:
-        loss_fn, target = self._given
-        return loss_fn(y, target)
-
-    def __deepcopy__(self, memo: object) -> _Loss:
-        return self
-
-
-class _Search(NamedTuple):
-    """What all candidates have in common."""
-
-    names: list[str]
-    where: list[torch.device]
-    is_cut: bool
-    """Whether blocks begin with modules of a model, by whose names they are; else with layers."""
-    limits: list[int]
-    scale: float
-    sizes: list[int]
-    """The bytes of the mini-batch, and of the targets."""
-
-    def candidates(self, blocks_of: _Blocks, m: int) -> Iterator[Candidate]:
-        """Yield ways to divide the blocks and run ``m`` micro-batches."""
-        d = len(self.names)
-        ways: list[tuple[list[int], tuple[str, ...]]] = [([*range(d)], _STRAIGHT)]
-        if d > 1:
-            ways += [([*range(d)] * 2, ("interleaved",))]
-            ways += [([*range(d), *reversed(range(d))], ("zb-v",))]
-        blocks = [*blocks_of.values()]
-        check_partitions(d, len(blocks))
-        part_of = cache(lambda a, b: PartitionCost.of([*chain(*blocks[a:b])]))
-        for placement, schedules in ways:
-            n = len(placement)
-            copying = cache(partial(_copy_times, placement, self.where))
-            balanced = partial(self._balanced, [*blocks_of], part_of, m, placement, copying)
-            for schedule in schedules if n <= len(blocks) else ():
-                tried = {modes: balanced(schedule, modes) for modes in _modes(n)}
-                is_full = [*map(gt, tried[("never",) * n].peaks, self.limits)]
-                modes = tuple([("never", "always")[is_full[k]] for k in placement])
-                yield from {modes: tried.get(modes) or balanced(schedule, modes), **tried}.values()
-
-    def excess(self, each: Candidate) -> int:
-        """Return by how many bytes a device has too little, at most."""
-        return max(0, *[peak - limit for peak, limit in zip(each.peaks, self.limits, strict=True)])
-
-    def _balanced(
-        self, names: list[str], part_of: Callable[[int, int], PartitionCost], m: int,
-        placement: list[int], copying: Callable[..., Callable[[int, int], float]], schedule: str,
-        modes: tuple[str, ...],
-    ) -> Candidate:  # fmt: skip
-        """Return the way with the fastest balance that fits, or with one that comes close.
-
-        What a partition may use is corrected by the peaks of the balance before.
-        """
-        n = len(placement)
-        made = plan(schedule, m, n, placement, recomputed_in_each(modes, m, n))
-        keeps = most_kept(made, range(n))
-        again = [mode == "always" for mode in modes]
-
-        def used(j: int, a: int, b: int) -> float:
-            part = part_of(a, b)
-            each = part.kept if again[j] else part.saved
-            fixed = part.parameters + (self.scale - 1) * part.trained + part.backward_peak
-            return fixed + (keeps[j] - 1) * each
-
-        each_block = [part_of(k, k + 1) for k in range(len(names))]
-        seconds = [block.forward + block.backward for block in each_block]
-        extra = sum([block.forward for block in each_block]) / (sum(seconds) or 1.0)
-        speeds = [1 / (1 + extra * is_again) for is_again in again]
-        rooms = [math.inf] * n
-        tried = dict[tuple[int, ...], Candidate]()
-        while len(tried) < _BALANCES:
-
-            def fits(j: int, s: int, e: int, rooms: Sequence[float] = tuple(rooms)) -> bool:
-                return used(j, s, e) <= rooms[j]
-
-            found = minimise_longest_block(seconds, speeds, fits=fits)
-            if not found or tuple(found) in tried:
-                break
-            ends = [0, *accumulate(found)]
-            parts = [part_of(a, b) for a, b in pairwise(ends)]
-            each = Candidate(
-                tuple(found),
-                tuple([names[k] for k in ends[1:-1]]) if self.is_cut else None,
-                tuple([self.names[k] for k in placement]),
-                m,
-                modes[0] if len(set(modes)) == 1 else modes,
-                schedule,
-                _seconds(made, parts, copying(tuple([part.given for part in parts]))),
-                tuple(peaks(made, parts, self.scale, *self.sizes)),
-            )
-            tried[each.balance] = each
-            if not self.excess(each):
-                break
-            rooms = [
-                used(j, *ends[j : j + 2]) + (self.limits[k] - each.peaks[k]) / placement.count(k)
-                for j, k in enumerate(placement)
-            ]
-        return min(tried.values(), key=lambda each: (self.excess(each), each.seconds))
+    return 2 + total(Storages().sizes(state)) / of_parameters
 
 
 _STRAIGHT = ("1f1b", "eager-1f1b", "zb-h1", "zb-h2")
 _BALANCES = 4
 """How many balances are tried with one schedule and modes."""
+
+
+class _Search:
+    """Finds ways to divide the blocks of a model and to run ``m`` micro-batches."""
+
+    def __init__(
+        self, names: list[str], limits: list[int], scale: float, sizes: list[int], is_cut: bool,
+        m: int, costs: Mapping[str, Cost],
+    ) -> None:  # fmt: skip
+        self._names, self._limits, self._scale, self._sizes = names, limits, scale, sizes
+        self._begins, self._is_cut, self._m = [*costs], is_cut, m
+        blocks = [*costs.values()]
+        self._seconds = [block.seconds for block in blocks]
+        self._again = sum([block.forward for block in blocks]) / (sum(self._seconds) or 1.0)
+        """What a recomputation takes of the time of the rest."""
+
+        last: tuple[int, int, Cost] = 0, 1, blocks[0]
+
+        @cache
+        def needs(a: int, b: int) -> tuple[float, int, int]:
+            """Return the bytes of the weights and of a task, and of each micro-batch: of one that
+            is saved, and of one that is recomputed."""
+            nonlocal last
+            follows = last[:2] == (a + 1, b)  # as blocks are asked for
+            part = joined([blocks[a], last[2]]) if follows else joined(blocks[a:b])
+            last = a, b, part
+            weights = total(part.parameters) + (scale - 1) * total(part.trained)
+            kept = total({**part.inputs, **part.kept})
+            return weights + part.backward_peak, total(part.saved), kept
+
+        self._part_of, self._needs = cache(lambda a, b: joined(blocks[a:b])), needs
+        self._copy_time = cache(_copy_time)
+
+    def candidates(self) -> Iterator[Candidate]:
+        """Yield ways, with the balance that fits best of each."""
+        d = len(self._names)
+        check_partitions(d, len(self._begins))
+        ways: list[tuple[list[int], tuple[str, ...]]] = [([*range(d)], _STRAIGHT)]
+        if d > 1:
+            ways += [([*range(d)] * 2, ("interleaved",))]
+            ways += [([*range(d), *reversed(range(d))], ("zb-v",))]
+        for placement, schedules in ways:
+            n = len(placement)
+            for schedule in schedules if n <= len(self._begins) else ():
+                balanced = cache(partial(self._balanced, placement, schedule))
+                never = balanced(("never",) * n)
+                is_full = [*map(gt, never.peaks, self._limits)]
+                modes = tuple([("never", "always")[is_full[k]] for k in placement])
+                yield from map(balanced, dict.fromkeys([modes, *_modes(n)]))
+
+    def _balanced(
+        self, placement: list[int], schedule: str, modes: tuple[str, ...]
+    ) -> Candidate:
+        """Return the way with the fastest balance that fits, or with one that comes close.
+
+        What a partition may use is corrected by the peaks of the balance before.
+        """
+        n = len(placement)
+        made = plan(schedule, self._m, n, placement, recomputed_in_each(modes, self._m, n))
+        keeps = most_kept(made, range(n))
+        speeds = [1 / (1 + self._again * (mode == "always")) for mode in modes]
+        rooms = [math.inf] * n
+        tried = dict[tuple[int, ...], Candidate]()
+
+        def used(j: int, a: int, b: int) -> float:
+            fixed, saved, kept = self._needs(a, b)
+            return fixed + (keeps[j] - 1) * (kept if modes[j] == "always" else saved)
+
+        def fits(j: int, a: int, b: int) -> bool:
+            return used(j, a, b) <= rooms[j]
+
+        while len(tried) < _BALANCES:
+            found = tuple(minimise_longest_block(self._seconds, speeds, fits=fits))
+            if not found or found in tried:
+                break
+            ends = [0, *accumulate(found)]
+            parts = [self._part_of(a, b) for a, b in pairwise(ends)]
+            each = tried[found] = Candidate(
+                found,
+                tuple([self._begins[k] for k in ends[1:-1]]) if self._is_cut else None,
+                tuple([self._names[k] for k in placement]),
+                self._m,
+                modes[0] if len(set(modes)) == 1 else modes,
+                schedule,
+                self._time(made, parts),
+                tuple(peaks(made, parts, self._scale, *self._sizes)),
+            )
+            if not _excess(each, self._limits):
+                break
+            for j, k in enumerate(placement):
+                left = self._limits[k] - each.peaks[k]
+                rooms[j] = used(j, *ends[j : j + 2]) + left / placement.count(k)
+        return min(tried.values(), key=lambda each: (_excess(each, self._limits), each.seconds))
+
+    def _time(self, made: Plan, parts: Sequence[Cost]) -> float:
+        """Return the seconds of a step."""
+        backward = "split" if WEIGHT in made.occurring_kinds else "backward"
+        names = {FORWARD: "forward", RECOMPUTE: "forward", BACKWARD: backward, WEIGHT: "weight"}
+
+        def seconds(action: Action) -> float:
+            return float(getattr(parts[action.j], names[action.kind]))
+
+        def copying(j: int, to: int) -> float:
+            source, target = (self._names[made.placement[k]] for k in sorted((j, to)))
+            return self._copy_time(source, target, total(parts[max(j, to)].inputs))
+
+        return max(end for _, end in simulate(made, seconds, copying).values())
 
 
 def _modes(n: int) -> Iterator[tuple[str, ...]]:
@@ -330,44 +284,26 @@ def _modes(n: int) -> Iterator[tuple[str, ...]]:
         yield from [("always",) * k + ("never",) * (n - k) for k in range(n + 1)]
 
 
-def _seconds(
-    made: Plan, parts: Sequence[PartitionCost], copying: Callable[[int, int], float]
-) -> float:
-    puts_off = WEIGHT in made.occurring_kinds
-
-    def seconds(action: Action) -> float:
-        part = parts[action.j]
-        if action.kind in (FORWARD, RECOMPUTE):
-            return part.forward
-        if action.kind == BACKWARD:
-            return part.split if puts_off else part.backward
-        return part.weight
-
-    return max(end for _, end in simulate(made, seconds, copying).values())
+def _copy_time(source: str, target: str, size: int) -> float:
+    """Return the measured seconds of a copy from device to device."""
+    devices = where_tensors_are(parse_devices([source, target]))
+    if devices[0] == devices[1]:
+        return 0.0
+    sent = torch.empty(size, dtype=torch.uint8, device=devices[0])
+    for _ in range(2):  # the first time to warm up
+        now(devices[0])
+        begin = now(devices[1])
+        sent.to(devices[1])
+        seconds = now(devices[1]) - begin
+    return seconds
 
 
-def _copy_times(
-    placement: Sequence[int], where: Sequence[torch.device], sizes: Sequence[int]
-) -> Callable[[int, int], float]:
-    """Return the measured times of copies between partitions, forward and backward."""
-    times = dict[tuple[int, int], float]()
-    for j, size in enumerate(sizes[1:]):
-        source, target = where[placement[j]], where[placement[j + 1]]
-        seconds = 0.0
-        if source != target:
-            sent = torch.empty(size, dtype=torch.uint8, device=source)
-            for _ in range(2):  # the first time to warm up
-                now(source)
-                begin = now(target)
-                sent.to(target)
-                seconds = now(target) - begin
-        times[j, j + 1] = times[j + 1, j] = seconds
-    return lambda j, to: times[j, to]
+def _excess(each: Candidate, limits: Sequence[int]) -> int:
+    """Return by how many bytes a device has too little, at most."""
+    return max(0, *[peak - limit for peak, limit in zip(each.peaks, limits, strict=True)])
 
 
-def _what_is_missing(
-    least: Candidate, limits: Sequence[int], names: Sequence[str]
-) -> str:
+def _what_is_missing(least: Candidate, limits: Sequence[int], names: Sequence[str]) -> str:
     missing = [
         f"{name} needs {text_of(peak)} of {text_of(limit)}"
         for name, peak, limit in zip(names, least.peaks, limits, strict=True)

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipert.balance import by_calls, by_time
+from pipert.balance import by_calls, measure
 from pipert.balance.by_calls import choose_cuts
-from pipert.balance.call_times import block_times
+from pipert.balance.calls import measure_calls
 from pipert.model.calls import order_of_calls
 from pipert.model.cuts import check_cuts, homes, layers_of
 from tests.spending import CLOCK, spend
@@ -23,7 +23,7 @@ X = torch.ones(2, 3)
 
 @pytest.fixture(autouse=True)
 def _clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(by_time, "perf_counter", CLOCK)
+    monkeypatch.setattr(measure, "perf_counter", CLOCK)
 
 
 class Takes(nn.Module):
@@ -376,12 +376,12 @@ def test_candidates_are_the_modules_in_the_plan_of_transformers(
     model, example = made("Llama")
     blocks: list[str] = []
 
-    def measure(*args: Any) -> dict[str, float]:
-        found = block_times(*args)
+    def measure(*args: Any, **options: Any) -> Any:
+        found = measure_calls(*args, **options)
         blocks[:] = found
         return found
 
-    monkeypatch.setattr(by_calls, "block_times", measure)
+    monkeypatch.setattr(by_calls, "measure_calls", measure)
     assert len(chosen(model, 2, example)) == 1
     assert {re.sub(r"\.\d+", "", name) for name in blocks} == set(model._pp_plan)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipert.balance import balance_by_time, by_time, layer_times
+from pipert.balance import balance_by_time, layer_times, measure
 from tests.spending import CLOCK, Clock, spend
 
 EXTRA: list[float] = []
@@ -36,7 +36,7 @@ class Takes(nn.Module):
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    monkeypatch.setattr(by_time, "perf_counter", CLOCK)
+    monkeypatch.setattr(measure, "perf_counter", CLOCK)
     CLOCK.now = 0.0
     EXTRA.clear()
     return CLOCK
@@ -63,6 +63,16 @@ def test_a_minority_of_disturbed_rounds_does_not_count(clock: Clock) -> None:
     EXTRA[:] = [0, 50, 0, 50, 0]
     module = nn.Sequential(Takes(1, 1), Takes(2, 1, disturbed=True))
     assert layer_times(module, SAMPLE, timeout=1000) == [2, 3]
+
+
+def test_equal_layers_take_as_long_unless_one_is_slower_in_each_round(clock: Clock) -> None:
+    class Other(Takes):
+        pass
+
+    layers = Takes(1, 1), Takes(1.125, 1), Other(1.125, 1), Takes(2, 1), Takes(1, 1, disturbed=True)
+    EXTRA[:] = [50, 50, 50, 0]
+    assert layer_times(nn.Sequential(*layers), SAMPLE, timeout=3500) == [2, 2, 2.125, 3, 2]
+    assert not EXTRA
 
 
 def test_layers_are_measured_round_by_round_until_the_time_is_over(clock: Clock) -> None:
@@ -113,7 +123,7 @@ def test_a_gpu_is_idle_when_the_clock_is_read(monkeypatch: pytest.MonkeyPatch) -
         return 0.0
 
     monkeypatch.setattr(torch.cuda, "synchronize", wait)
-    monkeypatch.setattr(by_time, "perf_counter", clock)
+    monkeypatch.setattr(measure, "perf_counter", clock)
     layer_times(nn.Sequential(nn.Linear(4, 4)), torch.ones(2, 4), timeout=0)
     # A forward and a backward, twice, each from idle to idle; and the time that is left.
     assert log == ["read", *["cuda:0 is idle", "read"] * 8, "read"]

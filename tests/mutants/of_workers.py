@@ -98,13 +98,9 @@ MUTANTS = [
         "self.real[k] if task is None else", "self.real[k] if True else",
     ),
     Mutant(
-        "time-while-busy", "pipert/balance/by_time.py",
+        "time-while-busy", "pipert/balance/measure.py",
         "waiting until a device is idle before the time is read",
         "torch.cuda.synchronize(device)", "pass",
-    ),
-    Mutant(
-        "probe-moves-generator", "pipert/balance/probe.py", "putting the device's generator back",
-        "torch.random.fork_rng(generators)", "torch.random.fork_rng([])",
     ),
     Mutant(
         "dry-run-moves-generator", "pipert/model/calls.py", "putting the device's generator back",

@@ -36,7 +36,7 @@ TELLING = (
 
 FIRST = {
     "pipert/stage/recorded.py": ("tests/cuda/test_copies_overlap.py",),
-    "pipert/balance/": ("tests/balance/test_probe.py", "tests/balance/test_by_time.py"),
+    "pipert/balance/": ("tests/balance/test_measure.py", "tests/balance/test_by_time.py"),
     "pipert/model/calls.py": ("tests/model/test_calls.py",),
     "pipert/layers/effects.py": (
         "tests/step/test_in_virtual_time.py", "tests/devices/test_out_of_memory.py",

@@ -13,9 +13,11 @@ from torch import Tensor, nn
 
 from pipert import Pipe, plan_for
 from pipert.balance import layer_sizes
+from pipert.balance.calls import measure_layers
+from pipert.balance.cost import Cost, joined, total
+from pipert.balance.measure import measure_all
 from pipert.planning.candidate import bytes_of
-from pipert.planning.layer_costs import layer_costs
-from pipert.planning.memory import PartitionCost, peaks
+from pipert.planning.memory import peaks
 from pipert.schedules import plan
 from tests.activations import Activations
 
@@ -26,7 +28,7 @@ CPUS = ["cpu"] * 2
 def _steady_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets each measured task take a millisecond, so that balances are the same in each run."""
     ticks = itertools.count()
-    monkeypatch.setattr("pipert.planning.layer_costs.now", lambda _: next(ticks) / 1000)
+    monkeypatch.setattr("pipert.balance.measure.now", lambda _: next(ticks) / 1000)
 
 
 def layers(count: int = 4, width: int = 16) -> nn.Sequential:
@@ -166,32 +168,35 @@ def test_other_bad_arguments_are_refused() -> None:
         plan_for(layers(), torch.randn(8, 16), memory=1, devices=CPUS, param_scale=1)
 
 
+def layer_costs(module: nn.Sequential, x: Tensor) -> list[Cost]:
+    return measure_layers(module, x, "cpu", measure_all)
+
+
 def test_bytes_of_a_linear_layer_and_of_partitions() -> None:
     """A Linear needs its input, and keeps it and its gradient; Tanh needs its output."""
-    module = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16))
-    costs = layer_costs(module, torch.randn(4, 16), "cpu")
+    first, tanh, last = costs = layer_costs(
+        nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16)), torch.randn(4, 16)
+    )
     row = 4 * 4  # bytes of a column of four rows
-    first, tanh, last = costs
-    assert first.parameters == first.trained == 4 * (16 * 32 + 32)
-    assert first.put_off == first.largest == 4 * 16 * 32
-    assert (first.saves_input, first.saves_output, first.saved) == (True, False, 0)
-    assert (tanh.saves_input, tanh.saves_output, tanh.saved) == (False, True, 0)
-    assert first.later == row * (16 + 32)
-    part = PartitionCost.of(costs)
-    assert part.saved == row * (16 + 32)  # the tensor between Tanh and Linear counts once
-    assert part.later == row * (16 + 32 + 32 + 16)
-    assert PartitionCost.of([last]).given == row * 32
+    assert total(first.parameters) == total(first.trained) == 4 * (16 * 32 + 32)
+    assert first.deferred == 4 * 16 * 32
+    assert first.saved == first.inputs and total(first.saved) == row * 16
+    assert tanh.saved == tanh.outputs == last.inputs
+    assert total(first.later) == row * (16 + 32)
+    part = joined(costs)
+    assert total(part.saved) == row * (16 + 32)  # the tensor between Tanh and Linear counts once
+    assert total(part.later) == row * (16 + 32 + 32 + 16)
+    assert part.inputs == first.inputs and total(last.inputs) == row * 32
 
 
 @pytest.mark.parametrize(("schedule", "kept"), [("1f1b", 2), ("gpipe", 4), ("zb-h2", 3)])
 def test_peaks_rise_with_the_micro_batches_that_are_kept(schedule: str, kept: int) -> None:
-    module = nn.Sequential(nn.Linear(64, 64, bias=False))
-    (cost,) = layer_costs(module, torch.randn(512, 64), "cpu")
-    part = PartitionCost.of([cost])
-    made = plan(schedule, 4, 2)
-    found = peaks(made, [part, part], 2.0, 0)[0]
-    fixed = part.parameters + 512 * 64 * 4  # its output on the way, or the gradient of its input
-    assert kept * part.saved <= found - fixed <= (2 * kept + 2) * part.saved
+    module = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(2)])
+    parts = layer_costs(module, torch.randn(512, 64))
+    saved = total(parts[0].saved)
+    found = peaks(plan(schedule, 4, 2), parts, 2.0, 0)[0]
+    fixed = total(parts[0].parameters) + saved  # its output on the way, or the gradient of that
+    assert kept * saved <= found - fixed <= (2 * kept + 2) * saved
 
 
 @pytest.mark.parametrize("memory", [("14.2MiB", "38.2MiB"), ("38.2MiB", "14.2MiB")])
@@ -253,6 +258,6 @@ def test_measuring_leaves_nothing_behind() -> None:
 
     module = nn.Sequential(Keeps(), nn.Linear(3, 3))
     layer_sizes(module, torch.randn(4, 3), device="cpu")
-    layer_costs(module, torch.randn(4, 3), "cpu")
+    layer_costs(module, torch.randn(4, 3))
     gc.collect()
     assert made.left() == 0

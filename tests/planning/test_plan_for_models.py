@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from pipert import pipeline, plan_for
+from pipert.balance.calls import measure_calls, measure_layers
+from pipert.balance.cost import Cost, joined, total, without
+from pipert.balance.measure import measure_all
 from pipert.batch.microbatch import Arguments
-from pipert.planning.layer_costs import block_costs, layer_costs
-from pipert.planning.memory import PartitionCost
 
 CPU = torch.device("cpu")
 WIDTH = 16
@@ -24,8 +26,8 @@ WIDTH = 16
 def _steady_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets each measured task take a millisecond, so that balances are the same in each run."""
     ticks = itertools.count()
-    for where in ("planning.layer_costs", "balance.call_times", "balance.by_time"):
-        monkeypatch.setattr(f"pipert.{where}.now", lambda _: next(ticks) / 1000)
+    for where in ("measure", "calls"):
+        monkeypatch.setattr(f"pipert.balance.{where}.now", lambda _: next(ticks) / 1000)
 
 
 class Model(nn.Module):
@@ -98,26 +100,29 @@ def test_a_loss_function_gets_the_output_and_one_micro_batch_of_the_target() -> 
     assert {*seen} == {(8, 8)}
 
 
-def costs(model: nn.Module, begins: list[str], loss: Any = lambda y: y) -> list[Any]:
-    example = Arguments((torch.randint(7, (8,)),))
+def costs(model: nn.Module, begins: Sequence[str], x: Tensor | None = None) -> list[Cost]:
+    example = Arguments((torch.randint(7, (8,)) if x is None else x,))
     layers = {name: model.get_submodule(name) for name in begins}
-    return block_costs(model, layers, begins, example, CPU, loss)
+    found = measure_calls(
+        model, layers, begins, example, CPU, measure_all, follows_values=True
+    )
+    assert [*found] == [*begins]
+    return [*found.values()]
 
 
 def test_blocks_cost_as_much_as_the_same_layers_in_a_sequential() -> None:
-    """And the code between them saves what it multiplies."""
+    """And the code between them makes what it multiplies."""
     model, x = Model(2), torch.randn(8, WIDTH, requires_grad=True)
     embed, first, second = costs(model, ["embed", "blocks.0", "blocks.1"])
-    (alone,) = layer_costs(nn.Sequential(model.blocks[0]), x, CPU)
-    sizes = ("parameters", "trained", "saved", "later", "given", "made", "put_off")
+    (alone,) = measure_layers(nn.Sequential(model.blocks[0]), x, CPU, measure_all)
     for block in (first, second):
-        cost, own = block
-        assert [getattr(cost, name) for name in sizes] == [getattr(alone, name) for name in sizes]
-        assert cost.kept == cost.given and own.forward > 0 and own.backward == 2 * own.forward
-    rest, *_ = embed
-    assert rest.parameters == rest.trained == 4 * WIDTH  # of no layer: the shift
-    part = PartitionCost.of([*first, *second])
-    assert part.kept == 2 * alone.given > part.given == part.sent == alone.given
+        assert block.deferred == alone.deferred and block.forward > alone.forward
+        for name in ("parameters", "trained", "saved", "later"):
+            assert total(getattr(block, name)) == total(getattr(alone, name))
+    assert total(embed.parameters) == total(embed.trained) == 4 * (7 + 1) * WIDTH  # and the shift
+    both = joined([first, second])
+    assert total(both.kept) == 2 * total(alone.inputs) == 2 * total(both.inputs)
+    assert first.inputs.keys() <= embed.outputs.keys()
 
 
 def test_what_own_code_saves_counts_once() -> None:
@@ -133,10 +138,12 @@ def test_what_own_code_saves_counts_once() -> None:
             y = self.b(x.exp() * x)  # saves the exponential, and x that is an output
             return torch.tanh(y).sum()  # saves its own output
 
-    (*_, own), (_, last) = costs(Own(), ["a", "b"])
-    bytes_of_one = 4 * 8 * WIDTH
-    assert (own.saved, last.saved) == (bytes_of_one, bytes_of_one)
-    assert own.kept == own.forward_extra == own.saved
+    a, b = costs(Own(), ["a", "b"])
+    one = 4 * 8 * WIDTH
+    tokens = 8 * 8
+    assert total(a.saved) == tokens + 2 * one  # the tokens, x and its exponential
+    assert total(b.saved) == 2 * one  # its input and the output of tanh
+    assert a.outputs.keys() > b.inputs.keys()
 
 
 class Masked(nn.Module):
@@ -163,22 +170,19 @@ class Masks(nn.Linear):
 
 
 def test_what_all_layers_share_is_kept_once_and_weights_are_kept_anyway() -> None:
-    model, row = Masked(), 4 * WIDTH
-    example = Arguments((torch.randn(8, WIDTH),))
-    layers = {name: model.get_submodule(name) for name in "abc"}
-    found = block_costs(model, layers, [*"abc"], example, CPU, lambda y: y)
-    (_, _, a, _), (b, _), (c, own) = found
-    assert a.given == b.given == (8 + 8) * row
-    assert b.kept == c.kept == 8 * row and own.saved == 0  # the last output is known
-    assert PartitionCost.of([*found[1], *found[2]]).kept == (8 + 8 + 8) * row
+    row = 4 * WIDTH
+    a, b, c = costs(Masked(), "abc", torch.randn(8, WIDTH))
+    assert total(a.kept) == total(b.inputs) == total(b.kept) == (8 + 8) * row
+    assert total(c.kept) == (8 + 8 + 8) * row  # own code saves the last output, and no weight
+    assert total(joined([b, c]).kept) == (8 + 8 + 8 + 8) * row
 
 
 def test_tied_parameters_count_once() -> None:
     model = Model(2)
     first_linear, second_linear = (model.get_submodule(f"blocks.{k}.0") for k in (0, 1))
     second_linear.weight = first_linear.weight
-    _, (first, _), (second, _) = costs(model, ["embed", "blocks.0", "blocks.1"])
-    assert first.trained == 4 * (WIDTH * WIDTH + WIDTH) and second.trained == 4 * WIDTH
+    _, *both = costs(model, ["embed", "blocks.0", "blocks.1"])
+    assert total(joined(both).trained) == 4 * (WIDTH * WIDTH + 2 * WIDTH)
 
 
 def test_a_layer_that_changes_its_argument_is_refused() -> None:
@@ -279,14 +283,10 @@ def test_what_a_models_own_code_uses_later_is_in_the_costs_of_both_blocks() -> N
             z: Tensor = y + skip[:, :3].sum() + len(skip)
             return z
 
-    layers = Skips()
-    example = Arguments((torch.randn(8, WIDTH),))
-    named = dict(layers.named_children())
-    found = block_costs(layers, named, [*named], example, CPU, lambda y: y)
-    (a, b, c) = [PartitionCost.of(block) for block in found]
-    assert [*a.stashed.values()] == [(4 * 8 * WIDTH, 0)] and not b.popped
-    assert c.popped == a.stashed.keys()
-    assert b.given == b.sent == 4 * 8 * WIDTH  # what own code makes for the next layer
+    a, b, c = costs(Skips(), "abc", torch.randn(8, WIDTH))
+    assert total(without(b.inputs, a.outputs)) == 0
+    skip = without(c.inputs, b.outputs)
+    assert total(skip) == 4 * 8 * WIDTH and skip.keys() < a.outputs.keys() - b.inputs.keys()
 
 
 def test_a_cache_that_nobody_asked_for_is_not_made() -> None:

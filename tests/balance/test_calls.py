@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from pipert.balance import by_time
-from pipert.balance.call_times import block_times
+from pipert.balance import measure
+from pipert.balance.calls import measure_calls
+from pipert.balance.measure import time_once
 from pipert.batch.microbatch import arguments_of
 from tests.spending import CLOCK, spend
 
@@ -23,7 +24,7 @@ X = torch.ones(2, 3)
 
 @pytest.fixture(autouse=True)
 def _clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(by_time, "perf_counter", CLOCK)
+    monkeypatch.setattr(measure, "perf_counter", CLOCK)
 
 
 class Takes(nn.Module):
@@ -55,6 +56,13 @@ def times(how: Callable[[Any, Any], Any] | nn.Module, begins: str = "abc", x: An
     model = how if isinstance(how, nn.Module) else Calls(how)
     layers = {name: getattr(model, name) for name in "abc"}
     return block_times(model, layers, begins, arguments_of(x), CPU)
+
+
+def block_times(
+    model: nn.Module, layers: Any, begins: str, example: Any, device: torch.device
+) -> dict[str, float]:
+    costs = measure_calls(model, layers, begins, example, device, time_once)
+    return {name: cost.seconds for name, cost in costs.items()}
 
 
 def test_a_block_takes_its_forward_and_its_backward() -> None:

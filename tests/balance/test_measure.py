@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import weakref
 from collections.abc import Callable, Generator
@@ -14,14 +15,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import weight_norm
 
 from pipert.balance import Arguments, balance_by_size, balance_by_time, layer_sizes, layer_times
-from pipert.planning.layer_costs import layer_costs
+from pipert.balance.calls import measure_layers
+from pipert.balance.measure import measure_all
 from pipert.skip import pop, skippable, stash
 from tests.layers import Apply
 
 MEASURES: dict[str, Callable[[nn.Sequential, Any], Any]] = {
     "times": lambda module, sample: layer_times(module, sample, timeout=0),
     "sizes": lambda module, sample: layer_sizes(module, sample),
-    "costs": lambda module, sample: layer_costs(module, sample, None),
+    "costs": lambda module, sample: measure_layers(module, sample, None, measure_all),
 }
 
 measured = pytest.mark.parametrize("measure", MEASURES.values(), ids=MEASURES)
@@ -37,19 +39,25 @@ def model() -> nn.Sequential:
 
 
 @measured
-def test_measuring_leaves_parameters_buffers_and_gradients_unchanged(measure: Any) -> None:
-    module = model()
-    module(torch.randn(6, 3)).sum().backward()
-    objects = [*module.parameters(), *module.buffers()]
-    grads = [parameter.grad for parameter in module.parameters()]
-    before = [tensor.clone() for tensor in [*objects, *grads] if tensor is not None]
-    measure(module, torch.randn(6, 3))
-    now = [*module.parameters(), *module.buffers()]
-    now_grads = [parameter.grad for parameter in module.parameters()]
-    for old, found in zip([*objects, *grads], [*now, *now_grads], strict=True):
-        assert found is old
-    for values, found in zip(before, [*now, *now_grads], strict=True):
-        assert found is not None and torch.equal(found, values)
+@pytest.mark.parametrize("training", [True, False])
+def test_measuring_leaves_the_module_and_the_random_state_unchanged(
+    measure: Any, training: bool
+) -> None:
+    module = model().train(training)
+    module[3].train(not training)
+    if training:  # else there are no gradients, and are none afterwards
+        module(torch.randn(6, 3)).sum().backward()
+
+    def look() -> list[Any]:
+        own = [*module.parameters(), *module.buffers()]
+        return [*own, *[parameter.grad for parameter in module.parameters()]]
+
+    before, values, state = look(), copy.deepcopy(look()), torch.get_rng_state()
+    measure(module, torch.ones(6, 3))
+    for old, value, found in zip(before, values, look(), strict=True):
+        assert found is old and (old is None or torch.equal(found, value))
+    assert [m.training for m in module.modules()] == [training] * 4 + [not training, training]
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 @measured
@@ -58,30 +66,6 @@ def test_measuring_leaves_a_table_that_its_lookups_change_unchanged(measure: Any
     before = [parameter.clone() for parameter in module.parameters()]
     measure(module, torch.arange(4))
     assert all(map(torch.equal, module.parameters(), before))
-
-
-@measured
-def test_a_module_without_gradients_has_none_afterwards(measure: Any) -> None:
-    module = model()
-    measure(module, torch.randn(6, 3))
-    assert all(parameter.grad is None for parameter in module.parameters())
-
-
-@measured
-@pytest.mark.parametrize("training", [True, False])
-def test_measuring_leaves_the_mode_unchanged(measure: Any, training: bool) -> None:
-    module = model().train(training)
-    module[3].train(not training)
-    measure(module, torch.randn(6, 3))
-    assert [m.training for m in module.modules()] == [training] * 4 + [not training, training]
-
-
-@measured
-def test_measuring_leaves_the_random_state_unchanged(measure: Any) -> None:
-    module = model()
-    before = torch.get_rng_state()
-    measure(module, torch.ones(6, 3))
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 @measured

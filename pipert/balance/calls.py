@@ -1,0 +1,323 @@
+"""Measures what layers cost, one call at a time, on copies.
+
+The standard way is to run the model with hooks that read the clock. That takes a device with room
+for the whole model, and then there would be no need for a pipeline. So each call of a layer is
+computed by a copy on the measuring device, made for this call, and measured by itself. What follows
+gets its detached output. Parameters, gradients, buffers and torch's random state stay unchanged;
+forward hooks run.
+
+The layers of an ``nn.Sequential`` run one after the other. Of any other model its own forward runs:
+
+1. A *block* begins with the first call of its module. All that is measured belongs to the current
+   block, including repeated calls of earlier layers and the model's own code between layers. What
+   comes before the first block belongs to the first block.
+2. The backward of a layer starts from ones for its output and ends at its parameters and those
+   arguments that need a gradient. There is none if its output needs no gradient, as under
+   ``no_grad``.
+3. Of the model's own code only the forward is measured; its backward counts as twice that.
+4. The model may be on other devices: every tensor that an operation of its own code uses is brought
+   to the measuring device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from pipert._typing import Device, Value
+from pipert.autograd.hooks import without_hooks
+from pipert.balance.cost import Cost, joined, total, without
+from pipert.balance.measure import Call, Storages, collecting_saved, now, weights_of
+from pipert.batch.microbatch import Arguments, scatter
+from pipert.batch.tensors import Carried, tensors_of
+from pipert.model.calls import (
+    Gathering,
+    KeepingParameters,
+    check_initialised,
+    intercepted,
+    keeping_parameters,
+    settled,
+    unchanged,
+)
+from pipert.model.devices import default_devices, parse_devices, where_tensors_are
+from pipert.model.split import check_module
+from pipert.skip.namespace import Key
+from pipert.skip.routes import PartitionSkips, routes
+from pipert.skip.verify import verify_skippables
+
+__all__: list[str] = []
+
+T = TypeVar("T")
+
+_NO_SKIPS = PartitionSkips((), (), {})
+
+Measure = Callable[[Call], tuple[T, Carried]]
+"""Returns what it finds of a call, and the output."""
+
+
+class _Round:
+    """Calls copies of layers, each made for one call."""
+
+    def __init__(self, device: torch.device, measure: Measure[Any]) -> None:
+        self.device, self.storages, self._measure = device, Storages(), measure
+
+    def call(
+        self, name: str, layer: nn.Module, inputs: Carried, skips: PartitionSkips = _NO_SKIPS
+    ) -> tuple[Any, Carried]:
+        """Return what was measured, and a detached copy of the output."""
+        try:
+            copied = copy_of(layer, self.device)
+            one = Call(layer, copied, self.device, inputs, skips, self.storages)
+            found, output = self._measure(one)
+        except Exception as error:
+            error.add_note(f"while layer {name!r} ({type(layer).__qualname__}) was measured")
+            raise
+        torch.clear_autocast_cache()  # it would keep the copy alive
+        # No leaves: the model may change them in place.
+        return found, self.storages.copied(settled(output, self.device))
+
+
+@contextlib.contextmanager
+def _unchanged(model: nn.Module, device: torch.device) -> Iterator[KeepingParameters]:
+    with (
+        unchanged(model, device),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        keeping_parameters(model) as keeping,
+    ):
+        yield keeping
+
+
+def measure_layers(
+    module: nn.Sequential, value: Value, device: Device | None, measure: Measure[T]
+) -> list[T]:
+    """Return what ``measure`` finds of each layer, in order, for one micro-batch."""
+    check_module(module)
+    verify_skippables(module)
+    where = measuring_device(device, module)
+    named = [(name, layer) for name, layer in module._modules.items() if layer is not None]
+    one_layer_each = routes([nn.Sequential(layer) for _, layer in named])
+    current, stashed, results = _Round(where, measure), dict[Key, Value](), list[T]()
+    with _unchanged(module, where) as keeping, keeping.paused():
+        value = current.storages.copied(settled(value, where))
+        for (name, layer), skips in zip(named, one_layer_each, strict=True):
+            popped = tuple([stashed[key] for key, _ in skips.arriving])
+            inputs = Carried(as_arguments(value), popped)
+            found, (value, left) = current.call(name, layer, inputs, skips)
+            results.append(found)
+            stashed.update(zip([key for key, _ in skips.leaving], left, strict=True))
+    return results
+
+
+def measure_calls(
+    model: nn.Module,
+    layers: Mapping[str, nn.Module],
+    begins: Collection[str],
+    example: Arguments,
+    device: torch.device,
+    measure: Measure[Cost],
+    *,
+    then: Callable[[Value], object] = lambda output: output,
+    upstream: dict[str, set[str]] | None = None,
+    follows_values: bool = False,
+) -> dict[str, Cost]:
+    """Return the cost of each block, by its layer's name, in the order of first calls.
+
+    Args:
+        model, layers, begins: the model, its layers, and the names of those that begin a block.
+        example: the arguments of one micro-batch.
+        then: gets the model's output, and counts as its own code: a loss.
+        upstream: gets, by its name, the layers that each one's first arguments were computed from,
+            and those of which that is unknown, as their outputs need no gradient.
+        follows_values: whether to find the bytes that the model's own code saves, and those that it
+            takes from earlier blocks, which makes that code slow.
+    """
+    made_by = {} if upstream is None else upstream
+    calls = _Calls(model, layers, begins, _Round(device, measure), made_by, follows_values)
+    elsewhere = any(t.device != device for t in (*model.parameters(), *model.buffers()))
+    with (
+        _unchanged(model, device) as calls.keeping,
+        collecting_saved(calls.saved),
+        intercepted(layers.values(), calls),
+        calls.gathering if elsewhere else contextlib.nullcontext(),
+        calls.own_code if follows_values else contextlib.nullcontext(),
+    ):
+        args, kwargs = settled(example, device)
+        calls.begin_own_code()
+        then(model(*args, **kwargs))
+        calls.end_own_code(())
+    return calls.costs()
+
+
+class _OwnCode(TorchFunctionMode):
+    """Notes what the model's own code uses and makes."""
+
+    def __init__(self, storages: Storages) -> None:
+        super().__init__()
+        self.used, self.made = dict[int, int](), dict[int, int]()
+        self.is_paused, self._storages = False, storages
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        output = func(*args, **kwargs or {})
+        if not self.is_paused and (made := self._storages.sizes(output)):  # else: of a shape
+            used = self._storages.sizes([args, kwargs])
+            self.used.update(used)
+            self.made.update(without(made, used))
+        return output
+
+
+_FIRST = "."  # stands for the first block, until it begins
+
+
+class _Calls:
+    """Measures one forward of the model; its layers go backward one by one."""
+
+    keeping: KeepingParameters
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Mapping[str, nn.Module],
+        begins: Collection[str],
+        current: _Round,
+        upstream: dict[str, set[str]],
+        follows_values: bool,
+    ) -> None:
+        self._model, self._begins, self._round = model, begins, current
+        self._names = {layer: name for name, layer in layers.items()}
+        self._follows, self._upstream = follows_values, upstream
+        self._block, self._began, self._made = _FIRST, 0.0, set[int]()
+        self._found: dict[str, list[Cost]] = {_FIRST: []}
+        self._weights = current.storages.sizes([*model.parameters(), *model.buffers()])
+        self.saved, self._brought = list[Tensor](), list[Tensor]()
+        """By the model's own code since the last layer, and for it from other devices."""
+        self.gathering = Gathering(current.device, self._brought)
+        self.own_code = _OwnCode(current.storages)
+        self._unknown = set[str]()
+        self._made_by = dict[Any, set[str]]()  # by an output's node, its layer and those upstream
+
+    def costs(self) -> dict[str, Cost]:
+        """Return the costs of the blocks; weights of no layer that was called are the first's."""
+        self._found.pop(_FIRST, None)
+        found = {name: joined(costs) for name, costs in self._found.items()}
+        if self._follows and found:
+            first = next(iter(found))
+            called = {key for cost in found.values() for key in cost.parameters}
+            rest: Any = {k: without(each, called) for k, each in weights_of(self._model).items()}
+            found[first] = joined([Cost(**rest), found[first]])
+        return found
+
+    def begin_own_code(self) -> None:
+        """Start the clock, before the model runs and behind each layer."""
+        for notes in (self.saved, self._brought, self.own_code.used, self.own_code.made):
+            notes.clear()
+        self.own_code.is_paused = False
+        self._began = now(self._round.device)
+
+    def end_own_code(self, inputs: Value) -> None:
+        """Count what the model's own code has cost, before a layer gets ``inputs``."""
+        seconds = now(self._round.device) - self._began
+        self.own_code.is_paused = True
+        cost = Cost(seconds, 2 * seconds, 2 * seconds)  # rule 3
+        if self._follows:
+            storages = self._round.storages
+            brought = storages.sizes(self._brought)
+            saved = without(storages.sizes(self.saved), self._weights, brought)
+            used = {k: b for k, b in self.own_code.used.items() if k in self._made}
+            made = storages.alive(self.own_code.made)
+            self._made |= made.keys()
+            given = {k: b for k, b in storages.sizes(inputs).items() if k in made}
+            peak = 2 * total(saved) + total(given)
+            cost = cost._replace(
+                inputs=used, outputs=made, saved=saved, kept=saved,
+                forward_peak=total({**used, **saved, **given}), backward_peak=peak, split_peak=peak,
+            )  # fmt: skip
+        self._found[self._block].append(cost)
+
+    def call(self, module: nn.Module, call: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Measure a copy of a layer, and return its detached output."""
+        name = self._names.get(module)
+        if name is None:  # a layer inside a pipe
+            return call(*args, **kwargs)
+        arguments = Arguments(args, kwargs)
+        self.end_own_code(arguments)
+        if name in self._begins and name not in self._found:
+            self._block = name
+            self._found[name] = self._found.pop(_FIRST, [])
+        upstream = self._sources(arguments)
+        self._upstream.setdefault(name, upstream)
+        # Without the hooks of a checkpoint around layers.
+        with self.gathering.paused(), self.keeping.paused(), without_hooks():
+            cost, output = self._round.call(name, module, Carried(arguments, ()))
+        self._found[self._block].append(cost._replace(kept=cost.inputs))
+        self._made |= cost.outputs.keys()
+        nodes = [t.grad_fn for t in tensors_of(output)[0] if t.requires_grad]
+        self._made_by.update(dict.fromkeys(nodes, upstream | {name}))
+        self._unknown |= {name} if not nodes else set()
+        self.begin_own_code()
+        return output.value
+
+    def _sources(self, value: Value) -> set[str]:
+        """Return the layers from whose outputs the model's own code has computed a value."""
+        found, seen = set(self._unknown), set[Any]()
+        nodes = [tensor.grad_fn for tensor in tensors_of(value)[0]]
+        while nodes:
+            if (node := nodes.pop()) is not None and node not in seen:
+                seen.add(node)
+                found |= self._made_by.get(node, set())
+                nodes += [before for before, _ in node.next_functions]
+        return found
+
+
+def as_arguments(value: Value) -> Arguments:
+    """Return what a layer is called with if it gets ``value``."""
+    return value if isinstance(value, Arguments) else Arguments((value,))
+
+
+def micro_batches(sample: Value, chunks: int) -> list[Value]:
+    """Return the first layer's input for each micro-batch of ``sample``."""
+    return scatter(*as_arguments(sample), chunks)
+
+
+def measuring_device(device: Device | None, module: nn.Module) -> torch.device:
+    """Return the device to measure on: the first of ``Pipe``'s defaults for ``None``.
+
+    Refuses parameters without values, unless only their sizes matter.
+    """
+    check_initialised(module)
+    if str(device) == "meta":  # pipes cannot run there, but sizes can be counted
+        return torch.device("meta")
+    where = default_devices(1) if device is None else where_tensors_are(parse_devices([device]))
+    if any(parameter.is_meta for parameter in module.parameters()):
+        raise ValueError(
+            f"the module is on 'meta' and cannot be measured on {str(where[0])!r}; materialise it, "
+            "or count sizes with device='meta'"
+        )
+    return where[0]
+
+
+def copy_of(layer: nn.Module, device: torch.device) -> nn.Module:
+    """Copy ``layer`` to the device. The copy shares its forward hooks."""
+    memo: dict[int, Any] = {}
+    for module in layer.modules():
+        for name, value in vars(module).items():
+            if name.endswith("_hooks"):
+                memo[id(value)] = type(value)() if "backward" in name else value
+            elif isinstance(value, Tensor) and not value.is_leaf:  # which deepcopy refuses
+                memo[id(value)] = value.detach().to(device, copy=True)
+    try:
+        return copy.deepcopy(layer, memo).to(device)
+    except Exception as error:
+        error.add_note(
+            "a layer that cannot be copied cannot be measured; measure it yourself, and pass the "
+            "costs of all layers to balance_by_cost"
+        )
+        raise

@@ -1,0 +1,225 @@
+"""Balances the layers of an ``nn.Sequential`` by their measured times or sizes."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from torch import nn
+
+from pipert._typing import Device, Value
+from pipert.balance.blocks import minimise_longest_block
+from pipert.balance.by_cost import balance_by_cost, check_partitions
+from pipert.balance.calls import measure_layers, micro_batches
+from pipert.balance.cost import Cost, total, without
+from pipert.balance.measure import Call, measure_sizes, repeated, time_warm
+from pipert.batch.tensors import Carried, tensors_of
+from pipert.model.settings import check_chunks
+from pipert.model.split import check_module
+from pipert.skip.namespace import Key
+
+__all__ = [
+    "LayerSize",
+    "balance_by_size",
+    "balance_by_time",
+    "crossing_sizes",
+    "layer_sizes",
+    "layer_times",
+]
+
+
+def balance_by_time(
+    partitions: int,
+    module: nn.Sequential,
+    sample: Value,
+    *,
+    timeout: float = 1.0,
+    device: Device | None = None,
+) -> list[int]:
+    """Returns the balance that minimises the slowest partition's time, by measured layer times.
+
+    A pipeline runs at the pace of its slowest partition (section 3 of the paper).
+
+    >>> pipe = Pipe(module, balance_by_time(4, module, sample), chunks=8)  # doctest: +SKIP
+
+    Args:
+        partitions: the number of devices.
+        module, sample, timeout, device: see :func:`layer_times`.
+
+    Raises:
+        ValueError, TypeError: as for :func:`layer_times` and :func:`balance_by_cost`.
+    """
+    check_module(module)
+    check_partitions(partitions, len(module))
+    return balance_by_cost(layer_times(module, sample, timeout=timeout, device=device), partitions)
+
+
+def layer_times(
+    module: nn.Sequential, sample: Value, *, timeout: float = 1.0, device: Device | None = None
+) -> list[float]:
+    """Measures how long each layer takes, forward and backward, in seconds.
+
+    The measurement cycles through the layers, so that a disturbance affects all alike. Each round
+    runs a layer once to warm up and once to time it; the result is the median over the rounds, and
+    over layers of the same class and shapes, unless one is slower or faster in each round.
+    Copies of the layers run, with the layers' forward hooks: the module, its gradients, buffers and
+    mode, and torch's random state stay unchanged.
+
+    Args:
+        module: on any device, in the mode to measure. May have skips, layers that work in place and
+            any pytree between layers.
+        sample: the first layer's input, on any device: any pytree, or :class:`Arguments` if it
+            takes several. To time one micro-batch, it must be as large as one.
+        timeout: seconds to spend. Each layer is measured once even if that takes longer.
+        device: where to measure, one layer at a time. Default: the first CUDA device, or
+            the CPU if there is none.
+
+    Raises:
+        TypeError: ``module`` is not a plain ``nn.Sequential``, or stashes and pops do not match.
+        ValueError: ``timeout`` is negative, the device does not exist, or a layer has
+            uninitialised lazy parameters.
+        Exception: whatever a layer raises, with a note that names the layer.
+    """
+    (value,) = micro_batches(sample, 1)
+    return repeated(lambda: measure_layers(module, value, device, time_warm), timeout)
+
+
+class LayerSize(NamedTuple):
+    """The memory that a layer needs, in bytes."""
+
+    parameters: int
+    """Its parameters and buffers, except those already counted in an earlier layer."""
+    trained: int
+    """The part of ``parameters`` that requires grad."""
+    activations: int
+    """What its forward leaves behind: tensors saved for the backward, output, stashed values."""
+    inputs: int
+    """Its input, and the skips that it pops."""
+    popped: int
+    """The skips that it pops."""
+
+
+def balance_by_size(
+    partitions: int,
+    module: nn.Sequential,
+    sample: Value,
+    *,
+    chunks: int = 1,
+    param_scale: float = 2.0,
+    device: Device | None = None,
+) -> list[int]:
+    """Returns the balance that minimises the largest partition's training memory.
+
+    A partition holds its parameters with their gradients and the optimizer's state, the activations
+    of one micro-batch, since the others are recomputed (section 3.2.4 of the paper), and for each
+    micro-batch the inputs of that recomputation: the partition's input, and the skips that it pops.
+    A popped skip counts as if it came from another partition.
+
+    Args:
+        partitions: the number of devices.
+        module, sample, chunks, device: see :func:`layer_sizes`.
+        param_scale: the memory of a parameter, its gradient and its optimizer state, relative to
+            that of the parameter alone: 2 for SGD, 3 with momentum, 4 for Adam. Parameters that do
+            not require grad, and buffers, count once.
+
+    Returns:
+        The number of layers in each partition.
+
+    Raises:
+        ValueError, TypeError: as for :func:`layer_sizes`; or there are more partitions than layers,
+            or ``param_scale`` is below one.
+    """
+    check_module(module)
+    n = check_partitions(partitions, len(module))
+    if not 1 <= param_scale < math.inf:
+        raise ValueError(f"param_scale must be 1 or more, and finite, got {param_scale!r}")
+    sizes = layer_sizes(module, sample, chunks=chunks, device=device)
+    m = len(micro_batches(sample, chunks))
+    costs = [
+        size.parameters
+        + (param_scale - 1) * size.trained
+        + size.activations
+        + m * size.popped
+        for size in sizes
+    ]
+    entries = [m * (size.inputs - size.popped) for size in sizes]
+    return minimise_longest_block(costs, [1] * n, entries)
+
+
+def layer_sizes(
+    module: nn.Sequential, sample: Value, *, chunks: int = 1, device: Device | None = None
+) -> list[LayerSize]:
+    """Measures the memory that each layer needs, tensor by tensor.
+
+    The result is nearly the same on any device; kernels of different devices may save different
+    tensors, such as masks. Copies of the layers run, as in :func:`layer_times`.
+
+    Args:
+        module: see :func:`layer_times`.
+        sample: the first layer's mini-batch, see there.
+        chunks: the number of micro-batches. Activations are those of one.
+        device: see there. On ``'meta'`` nothing is computed and no memory is needed.
+
+    Raises:
+        ValueError: ``chunks`` is below one.
+        ValueError, TypeError, Exception: as for :func:`layer_times`.
+    """
+    first = micro_batches(sample, check_chunks(chunks))[0]
+    known, sizes = set[int](), []
+    for cost, popped, *_ in measure_layers(module, first, device, _measure):
+        own, trained = (total(without(each, known)) for each in (cost.parameters, cost.trained))
+        known |= cost.parameters.keys()
+        activations = total(without({**cost.saved, **cost.outputs}, cost.inputs))
+        sizes.append(LayerSize(own, trained, activations, total(cost.inputs), popped))
+    return sizes
+
+
+def crossing_sizes(
+    module: nn.Sequential, sample: Value, *, device: Device | None = None
+) -> list[int]:
+    """Measures, for each layer, the bytes that cross to its partition if the cut is before it.
+
+    These are the output of the layer before, and each skip that is stashed before the cut and
+    popped behind it, as a :class:`pipert.distributed.Pipe` sends them; in a :class:`pipert.Pipe`
+    skips go straight to the partition that pops them. The gradients of tensors that require grad
+    take as many bytes again. Nothing crosses before the first layer.
+
+    >>> times = layer_times(module, sample)  # doctest: +SKIP
+    >>> crossing = [2 * b / 1e9 for b in crossing_sizes(module, sample)]  # doctest: +SKIP
+    >>> balance = balance_by_cost(times, 2, crossing=crossing)  # doctest: +SKIP
+
+    Args:
+        module, sample, device: see :func:`layer_times`, and on ``'meta'`` :func:`layer_sizes`.
+
+    Returns:
+        The bytes before each layer, for ``balance_by_cost(crossing=...)``.
+
+    Raises:
+        ValueError, TypeError, Exception: as for :func:`layer_times`.
+    """
+    (value,) = micro_batches(sample, 1)
+    layers = measure_layers(module, value, device, _measure)
+    last_pop = {key: k for k, (*_, popped) in enumerate(layers) for key in popped}
+    sizes = [0] * len(layers)
+    for k, (_, _, output, stashed, _) in enumerate(layers[:-1]):
+        sizes[k + 1] += output
+        for key, size in stashed.items():
+            for cut in range(k + 1, last_pop[key] + 1):
+                sizes[cut] += size
+    return sizes
+
+
+def _measure(
+    call: Call,
+) -> tuple[tuple[Cost, int, int, dict[Key, int], list[Key]], Carried]:
+    """Return the bytes of a layer, its popped skips, its output and its stashes; and what pops."""
+    cost, output = measure_sizes(call)
+    skips = zip(call.skips.leaving, output.skips, strict=True)
+    stashed = {key: _bytes(skip) for (key, _), skip in skips}
+    popped = [key for key, _ in call.skips.arriving]
+    sizes = total(call.storages.sizes(call.inputs.skips)), _bytes(output.value)
+    return (cost, *sizes, stashed, popped), output
+
+
+def _bytes(value: Value) -> int:
+    return sum(tensor.nbytes for tensor in tensors_of(value)[0])

@@ -1,0 +1,115 @@
+"""Measures the blocks of a model for each number of micro-batches."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipert._typing import Value
+from pipert.balance.by_calls import find_blocks
+from pipert.balance.by_cost import check_partitions
+from pipert.balance.calls import (
+    as_arguments,
+    measure_calls,
+    measure_layers,
+    measuring_device,
+)
+from pipert.balance.cost import Cost, joined, medians
+from pipert.balance.measure import measure_all
+from pipert.batch.microbatch import Arguments
+from pipert.model.split import check_module
+
+__all__: list[str] = []
+
+LossFn = Callable[..., Tensor] | None
+Blocks = dict[str, Cost]
+"""The costs of blocks, by the name of the layer or module with which each begins."""
+CostsFor = Callable[[Value, Value], Blocks]
+"""Returns the costs of blocks for a micro-batch and its target."""
+
+
+def costs_of_layers(model: Any, loss_fn: LossFn, d: int, where: torch.device) -> CostsFor:
+    """Measure the layers of a Sequential for ``d`` devices; each is a block."""
+    check_module(model)
+    check_partitions(d, len(model))
+
+    def costs_for(value: Value, target: Value) -> Blocks:
+        named, last = [*model._modules.items()], len(model) - 1
+        if loss_fn is not None:  # as a layer, which stays with the last one
+            named.append(("loss_fn", _Loss(loss_fn, target)))
+        layers = nn.Sequential(OrderedDict(named))
+
+        def measure(_: bool) -> Blocks:
+            costs = measure_layers(layers, value, where, measure_all)
+            return dict(zip(model._modules, [*costs[:last], joined(costs[last:])], strict=True))
+
+        return _median(measure)
+
+    return costs_for
+
+
+def costs_of_model(
+    model: nn.Module, loss_fn: LossFn, d: int, where: torch.device, first: Arguments
+) -> CostsFor:
+    """Find the blocks of any other model with a ``first`` micro-batch, and measure them."""
+    measuring_device(where, model)  # refuses parameters without values
+    layers, begins = {"": model}, [""]
+    if d > 1:
+        layers, begins = find_blocks(model, d, first, where, 2)
+
+    def costs_for(value: Value, target: Value) -> Blocks:
+        def loss(output: Value) -> Value:
+            return output if loss_fn is None else loss_fn(output, target)
+
+        def measure(follows_values: bool) -> Blocks:
+            return measure_calls(
+                model, layers, begins, as_arguments(value), where, measure_all,
+                then=loss, follows_values=follows_values,
+            )  # fmt: skip
+
+        with _without_caches(model):
+            return _median(measure)
+
+    return costs_for
+
+
+def _median(measure: Callable[[bool], Blocks]) -> Blocks:
+    """Return the median of three rounds, of which the first follows values, after a first one."""
+    measure(False)  # to warm up
+    rounds = [measure(k == 0) for k in range(3)]
+    costs = medians([[*each.values()] for each in rounds])
+    return dict(zip(rounds[0], costs, strict=True))
+
+
+@contextlib.contextmanager
+def _without_caches(model: nn.Module) -> Iterator[None]:
+    """Let models of transformers make no cache by default, as in a pipe that recomputes."""
+    configs = [vars(module).get("config") for module in model.modules()]
+    ones: list[Any] = [each for each in configs if getattr(each, "use_cache", None) is True]
+    for config in ones:
+        config.use_cache = False
+    try:
+        yield
+    finally:
+        for config in ones:
+            config.use_cache = True
+
+
+class _Loss(nn.Module):
+    """The loss of a micro-batch, as a layer. What ``loss_fn`` belongs to is not copied with it."""
+
+    def __init__(self, loss_fn: Callable[..., Tensor], target: Value) -> None:
+        super().__init__()
+        self._given = loss_fn, target
+
+    def forward(self, y: Value) -> Tensor:
+        loss_fn, target = self._given
+        return loss_fn(y, target)
+
+    def __deepcopy__(self, memo: object) -> _Loss:
+        return self
