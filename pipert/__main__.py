@@ -10,8 +10,6 @@ import pipert
 from pipert.check import command
 from pipert.pipes import traced_script
 
-__all__: list[str] = []
-
 _TOOLS = (traced_script, command)
 
 

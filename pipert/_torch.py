@@ -29,8 +29,6 @@ from torch.nn.utils import parametrize
 
 from pipert.errors import UnsupportedTorchError
 
-__all__: list[str] = []
-
 Flag = Callable[[], bool]
 Get = Callable[[], Any]
 

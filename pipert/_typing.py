@@ -7,8 +7,6 @@ from typing import Any, TypeAlias
 
 import torch
 
-__all__: list[str] = []
-
 Device: TypeAlias = torch.device | str | int
 """Names a device: ``'cuda:1'``, ``torch.device('cpu')``, or a CUDA index."""
 

@@ -14,7 +14,3 @@ cannot: it is one function, whose stack spans all partitions. So each micro-batc
   by layers and by *the model's own code between its layers*, for short its own code.
 * *Checkpointed calls* are the calls of layers that ``R[i,j]`` repeats.
 """
-
-from __future__ import annotations
-
-__all__: list[str] = []

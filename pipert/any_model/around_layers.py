@@ -42,8 +42,6 @@ from pipert.stage.stage import Stage
 from pipert.stage.step import Step
 from pipert.workers.context import NOTHING, is_transformed
 
-__all__: list[str] = []
-
 
 @dataclass(slots=True, eq=False)
 class ModelRun:

@@ -27,8 +27,6 @@ from pipert._torch import base_of, sequence_nr, storage_of, tensor_hooks
 from pipert.batch.tensors import describe, version
 from pipert.stage.shared_memory import overlap
 
-__all__: list[str] = []
-
 
 class _Boundary:
     """A boundary tensor, with its version and node when it was made and when it was last used."""

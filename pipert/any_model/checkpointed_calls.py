@@ -15,7 +15,7 @@ the tensors it saves, like the model's own code. Others are refused.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -24,21 +24,18 @@ from torch import Tensor
 
 from pipert._torch import tensor_hooks
 from pipert._typing import Tensors, Value
-from pipert.any_model.argument_objects import objects_in, refuse_changes
 from pipert.any_model.map_tensors import in_same_object
-from pipert.autograd.checkpoint import Checkpoint
-from pipert.autograd.gate import proxy_of
+from pipert.autograd.checkpoint import Checkpoint, proxy_of
 from pipert.autograd.hooks import Hooks
 from pipert.autograd.recompute import Recomputation, refuse_changed
 from pipert.batch.microbatch import Arguments
 from pipert.batch.tensors import describe, tensors_of, version
+from pipert.batch.trees import CLOSED, ORDINARY, held_by
 from pipert.errors import add_note
 from pipert.layers.call import Layers
 from pipert.layers.phase import checkpointing
 from pipert.workers.context import NOTHING
 from pipert.workers.thread_state import Autocast, autocast, get_autocast
-
-__all__: list[str] = []
 
 T = TypeVar("T")
 
@@ -294,3 +291,47 @@ def _hooks_of(tensor: Tensor) -> int:
 
 def _arguments(value: Value) -> tuple[Any, dict[str, Any]]:
     return value if isinstance(value, Arguments) else (value, {})
+
+
+Objects = list[tuple[Any, list[tuple[Tensor, int]]]]
+
+
+def objects_in(values: Iterable[Any]) -> Objects:
+    """Return the objects among arguments, each with the tensors in it and their versions.
+
+    A recomputed call would find an object, such as a key-value cache, changed by its forward, and
+    change it again. Lists and dicts may change: the recomputation gets those from before the call.
+    """
+    return [(value, _versions(value)) for value in _objects(values)]
+
+
+def refuse_changes(objects: Objects) -> None:
+    """Refuse a layer that has changed one of the objects that were found before its call.
+
+    Raises:
+        RuntimeError: a tensor in one of them has been changed, replaced, added or removed.
+    """
+    for value, before in objects:
+        if [(id(x), old) for x, old in before] != [(id(x), now) for x, now in _versions(value)]:
+            raise RuntimeError(
+                f"a layer changes its argument, a {type(value).__qualname__}, and would do so "
+                "again when it is recomputed; avoid that (models of transformers take "
+                "use_cache=False), exempt it with pipert.never_recompute (as layers that hand keys "
+                "and values to later ones, in Gemma3n), or use checkpoint='never'"
+            )
+
+
+def _versions(value: Any) -> list[tuple[Tensor, int]]:
+    tensors = {id(part): part for part in held_by(value) if isinstance(part, Tensor)}
+    return [(tensors[number], version(tensors[number])) for number in sorted(tensors)]
+
+
+def _objects(values: Iterable[Any]) -> Iterator[Any]:
+    for value in values:
+        kind = type(value)
+        if kind is tuple or kind is list:
+            yield from _objects(value)
+        elif kind is dict:
+            yield from _objects(value.values())
+        elif kind not in ORDINARY and not isinstance(value, CLOSED):
+            yield value

@@ -23,8 +23,6 @@ from pipert.observe.recorder import Recorder
 from pipert.schedules.action import FORWARD, Action
 from pipert.stage.stage import Stage
 
-__all__: list[str] = []
-
 
 class ForwardRecording:
     """The recording of one micro-batch, in a run that is recorded."""

@@ -9,8 +9,6 @@ from pipert._typing import Value
 from pipert.errors import WorkerDiedError
 from pipert.stage.stage import Stage
 
-__all__: list[str] = []
-
 POLL = 0.5  # s; how often a thread that waits for another checks that it is alive
 
 

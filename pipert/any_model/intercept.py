@@ -33,9 +33,6 @@ from pipert.any_model.tensor_copies import TensorCopies
 from pipert.batch.tensors import describe, tensors_of
 from pipert.workers.context import is_transformed
 
-__all__: list[str] = []
-
-
 _METADATA = frozenset(
     getattr(Tensor, name).__get__
     for name in (

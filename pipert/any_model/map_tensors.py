@@ -14,8 +14,6 @@ from pipert._torch import pytree
 from pipert.batch.tensors import tensors_of
 from pipert.batch.trees import ORDINARY, is_opaque
 
-__all__: list[str] = []
-
 
 def map_tensors(value: Any, bring: Callable[[Tensor], Tensor]) -> Any:
     """Return ``value`` with each tensor replaced by ``bring(tensor)``, in containers as well.

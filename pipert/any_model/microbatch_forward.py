@@ -62,8 +62,6 @@ from pipert.stage.links import SENT
 from pipert.stage.stage import Stage
 from pipert.workers.worker import NOT_RUN, WorkerThread
 
-__all__: list[str] = []
-
 
 class Unwound(BaseException):
     """Raised inside a ``forward`` whose run is over, to end it."""

@@ -25,8 +25,6 @@ from pipert.autograd.order import ENTERED
 from pipert.autograd.recompute import edges_of
 from pipert.batch.tensors import differentiable
 
-__all__: list[str] = []
-
 Key = tuple[Node | None, int]
 """A tensor's place in the graph."""
 

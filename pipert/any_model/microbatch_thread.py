@@ -20,8 +20,6 @@ from pipert.queues.closable import QueueClosed
 from pipert.queues.process_lock import ProcessLock
 from pipert.workers.worker import Activity, WorkerThread
 
-__all__: list[str] = []
-
 
 class MicroBatchThread(WorkerThread):
     """A thread that executes the ``forward`` of one micro-batch after another."""

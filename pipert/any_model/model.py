@@ -25,8 +25,6 @@ from pipert.stage.run import Run
 from pipert.stage.stage import Stage
 from pipert.stage.step import Step
 
-__all__: list[str] = []
-
 
 class AnyModel:
     """A model whose own ``forward`` a pipe runs: its layers, their homes, and its threads.

@@ -31,8 +31,6 @@ from pipert.stage.stage import Stage
 from pipert.stage.step_boundary import StepBoundary
 from pipert.workers.context import NOTHING
 
-__all__: list[str] = []
-
 
 class ModelActions:
     """Carries out the actions of one run."""

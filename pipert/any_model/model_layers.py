@@ -14,8 +14,6 @@ from pipert.layers.place import describe_layer
 from pipert.model.split import move
 from pipert.stage.stage import Stage
 
-__all__: list[str] = []
-
 
 class ModelLayer(NamedTuple):
     """A module that is called as a whole, in one partition."""

@@ -41,8 +41,6 @@ from pipert.batch.tensors import tensors_of
 from pipert.layers.intercepted import Guest, calls_of, here, intercept, release
 from pipert.model.cuts import is_called
 
-__all__: list[str] = []
-
 
 class Runs(Protocol):
     """A pipe, as far as calls of its model need it: see ``ModulePipe``."""

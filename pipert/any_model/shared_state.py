@@ -34,8 +34,6 @@ from pipert.layers.buffers import original_of
 from pipert.layers.modules import modules_of
 from pipert.layers.place import Place
 
-__all__: list[str] = []
-
 _REGISTRIES = ("_parameters", "_buffers", "_modules")  # dicts whose items are attributes, too
 _PLAIN = (str, bytes, type(None), slice, range, torch.device, Number)  # numpy's numbers, too
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)  # named tuples, too

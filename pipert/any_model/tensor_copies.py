@@ -31,8 +31,6 @@ from pipert.batch.tensors import tensors_of
 from pipert.stage.run import Run
 from pipert.stage.stage import Stage
 
-__all__: list[str] = []
-
 
 class TensorCopies:
     """Copies tensors of micro-batch ``i`` to the device of the current partition."""

@@ -3,7 +3,3 @@
 ``order`` orders tasks, ``transfer`` moves tensors between devices on the copy ``streams``,
 ``checkpoint`` trades computation for memory, ``leaves`` keeps functions from deadlocking on a leaf.
 """
-
-from __future__ import annotations
-
-__all__: list[str] = []

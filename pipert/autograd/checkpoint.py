@@ -39,15 +39,11 @@ from torch import Tensor
 
 from pipert._torch import keeps_graph, tensor_hooks, will_execute
 from pipert._typing import Tensors, Value
-from pipert.autograd.engine import differentiate
-from pipert.autograd.function import applied
-from pipert.autograd.gate import Gate, connect_inputs
+from pipert.autograd.engine import applied, differentiate
 from pipert.autograd.hooks import Hook, refuse
 from pipert.autograd.leaves import origins
 from pipert.autograd.recompute import Graph, Recomputation
 from pipert.batch.tensors import describe
-
-__all__: list[str] = []
 
 T = TypeVar("T")
 
@@ -287,3 +283,57 @@ def recompute_before(ys: Tensors, checkpoint: Checkpoint) -> Tensors:
     weak = weakref.ref(checkpoint)
     outputs: Tensors = _apply_recompute(weak, *ys)
     return outputs
+
+
+class Gate:
+    """A switch for gradients that pass from a task to the graph before it. Closed at first."""
+
+    __slots__ = ("is_open",)
+
+    def __init__(self) -> None:
+        self.is_open = False
+
+
+class _Gate(torch.autograd.Function):
+    """A connection of inputs that passes gradients when the gate is open.
+
+    It opens when the task's gradients are known: the graph before the task may lead to the task's
+    own leaves and inputs, such as a tied weight, and gradients along those paths are not this
+    task's to compute.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, gate: Gate, values: Tensors, *xs: Tensor) -> tuple[Tensor, ...]:
+        ctx.materialize_grads = False
+        ctx.gate = gate
+        return tuple(map(Tensor.detach, values))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return (None, None, *grads) if ctx.gate.is_open else (None,) * (2 + len(grads))
+
+
+def connect_inputs(gate: Gate, xs: Tensors, values: Tensors) -> Tensors:
+    """Return ``values`` connected to the graph of ``xs`` through ``gate``."""
+    connected: Tensors = _apply_gate(gate, values, *xs)
+    return connected
+
+
+_apply_gate = applied(_Gate)
+
+
+class _Proxy(torch.autograd.Function):
+    """A placeholder for a tensor in the graph, of the same shape, that takes no memory."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.materialize_grads = False
+        return x.new_empty(()).expand(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> Tensor | None:
+        return gradient
+
+
+proxy_of = applied(_Proxy)
+"""``y = proxy_of(x)``: a differentiable placeholder for ``x`` that does not keep its data."""

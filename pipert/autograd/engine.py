@@ -15,7 +15,7 @@ lock. Tensors of several devices in a layer, and a call's ``loss.backward()``, a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,8 +23,6 @@ from torch import Tensor
 from torch.overrides import has_torch_function
 
 from pipert._torch import run_backward
-
-__all__: list[str] = []
 
 
 def differentiate(
@@ -60,3 +58,13 @@ def differentiate(
         accumulate_grad=False,
     )
     return found
+
+
+def applied(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """Return the ``apply`` that ``function`` inherits from the C++ base class.
+
+    ``Function.apply`` first searches its arguments, in Python, for wrappers of ``torch.func``. A
+    pipe refuses to run inside a transform, so pipert's functions never get any.
+    """
+    apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    return apply

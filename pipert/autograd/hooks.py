@@ -14,8 +14,6 @@ from torch import Tensor
 from pipert._torch import pop_hooks, push_hooks, top_hooks
 from pipert.errors import NestedCheckpointError, RecomputationError
 
-__all__: list[str] = []
-
 Hook = Callable[[Any], Any]
 Hooks = tuple[Hook, Hook] | None
 

@@ -37,8 +37,6 @@ from torch.autograd.graph import Node
 
 from pipert._torch import AccumulateGrad, sequence_nr, tensor_hooks
 
-__all__: list[str] = []
-
 
 def accumulators(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Returns views that hold the leaves' nodes, to be kept while a function is applied to them."""

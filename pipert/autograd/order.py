@@ -40,9 +40,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pipert._torch import make_node, node_count, set_sequence_nr
 from pipert._typing import Tensors
-from pipert.autograd.function import applied
-
-__all__: list[str] = []
+from pipert.autograd.engine import applied
 
 _EMPTY = torch.empty(0, device="cpu")
 

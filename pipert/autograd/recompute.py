@@ -36,8 +36,6 @@ from pipert.autograd.hooks import Forget, Hook, Hooks, refuse, refuse_transform,
 from pipert.batch.tensors import describe, differentiable, tensors_of, version
 from pipert.errors import RecomputationError
 
-__all__: list[str] = []
-
 Edges = tuple[GradientEdge, ...]
 Replay = Callable[[Callable[[], Value], Callable[[Value], None], bool], None]
 

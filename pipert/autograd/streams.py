@@ -20,8 +20,6 @@ from torch import Tensor
 
 from pipert._typing import Tensors
 
-__all__: list[str] = []
-
 
 class CopyStreams:
     """The copy streams of one pipe. Made at first use and kept: streams are a limited resource."""

@@ -26,8 +26,6 @@ from typing import Any
 from pipert import _torch
 from pipert.errors import UnsupportedTorchError
 
-__all__: list[str] = []
-
 _AT_EXIT = 1.0  # s; a thread is gone within milliseconds of its last line of Python
 _holders: set[int] = set()
 """The system's numbers, which it reuses, of the threads that were left with a ``None``."""

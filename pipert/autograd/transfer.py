@@ -22,10 +22,8 @@ from torch import Tensor
 from pipert._torch import set_sequence_nr
 from pipert._typing import Tensors
 from pipert.autograd import streams
-from pipert.autograd.function import applied
+from pipert.autograd.engine import applied
 from pipert.autograd.leaves import accumulators
-
-__all__: list[str] = []
 
 Stream = torch.cuda.Stream | None
 

@@ -27,8 +27,6 @@ from pipert.autograd.leaves import Behind
 from pipert.autograd.weight_uses import Use, find_uses
 from pipert.batch.tensors import alone, version
 
-__all__: list[str] = []
-
 
 class _Kept(NamedTuple):
     """A tensor that is kept for ``W[i,j]``, and its version."""

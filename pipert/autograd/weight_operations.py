@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__: list[str] = []
-
 ToWeight = Callable[[Tensor, Tensor, bool], tuple[Tensor, ...]]
 """Computes the gradient of a weight from the input and the gradient of one of its uses; if the
 flag is set, that of the bias as well."""

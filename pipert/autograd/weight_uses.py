@@ -25,8 +25,6 @@ from pipert.autograd.checkpoint import Checkpoint
 from pipert.autograd.leaves import Behind
 from pipert.autograd.weight_operations import RULES, ToWeight
 
-__all__: list[str] = []
-
 
 class Way(NamedTuple):
     """The way from a use of a weight, or of a bias, to the leaf."""

@@ -24,8 +24,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
 
-__all__: list[str] = []
-
 _Split = tuple[int, int, int, list[int]]
 """The longest block, the sums of the squares of costs and of counts, and the counts of layers."""
 

@@ -27,8 +27,6 @@ from pipert.batch.microbatch import Arguments, arguments_of
 from pipert.layers.compiling import is_compiled_itself
 from pipert.model.cuts import is_called, layers_of
 
-__all__: list[str] = []
-
 Times = dict[str, float]
 
 _LISTS = (nn.ModuleList, nn.Sequential)

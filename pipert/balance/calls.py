@@ -51,8 +51,6 @@ from pipert.skip.namespace import Key
 from pipert.skip.routes import PartitionSkips, routes
 from pipert.skip.verify import verify_skippables
 
-__all__: list[str] = []
-
 T = TypeVar("T")
 
 _NO_SKIPS = PartitionSkips((), (), {})

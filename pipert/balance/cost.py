@@ -8,8 +8,6 @@ from itertools import product
 from statistics import median, median_low
 from typing import NamedTuple
 
-__all__: list[str] = []
-
 Sizes = Mapping[int, int]
 """Bytes by a number of each storage, or tensor, so that what several layers share counts once."""
 

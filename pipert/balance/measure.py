@@ -15,7 +15,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from pipert._torch import weak_storage
 from pipert._typing import Value
-from pipert.any_model.argument_objects import objects_in, refuse_changes
+from pipert.any_model.checkpointed_calls import objects_in, refuse_changes
 from pipert.autograd.engine import differentiate
 from pipert.autograd.leaves import leaves_behind
 from pipert.autograd.weight_gradients import Later, PutOff, compute_later
@@ -24,8 +24,6 @@ from pipert.batch.tensors import Carried, differentiable, tensors_of
 from pipert.model.calls import settled
 from pipert.skip.routes import PartitionSkips
 from pipert.skip.store import of_task
-
-__all__: list[str] = []
 
 T = TypeVar("T")
 

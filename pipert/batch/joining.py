@@ -22,9 +22,6 @@ from pipert.batch.trees import (
     path_of,
 )
 
-__all__: list[str] = []
-
-
 JoinNumbers = Callable[[Sequence[Tensor]], Tensor]
 """Joins 0-dimensional tensors, one of each micro-batch."""
 

@@ -20,8 +20,6 @@ from pipert._torch import pytree
 from pipert._typing import Tensors, Value
 from pipert.batch.trees import ORDINARY, flatten
 
-__all__: list[str] = []
-
 
 class Carried(NamedTuple):
     """A partition's input or output: a value, and the skips that accompany it."""

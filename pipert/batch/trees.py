@@ -31,8 +31,6 @@ from pipert._torch import pytree
 from pipert._typing import Value
 from pipert.errors import UnsupportedTorchError
 
-__all__: list[str] = []
-
 Leaves = tuple[list[Any], pytree.TreeSpec]
 
 ORDINARY = frozenset(

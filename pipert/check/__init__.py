@@ -2,7 +2,3 @@
 
 ``command.py`` runs ``checks.py`` and prints what it finds; ``ways.py`` has the models.
 """
-
-from __future__ import annotations
-
-__all__: list[str] = []

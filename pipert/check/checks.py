@@ -40,10 +40,8 @@ from pipert.check.ways import (
     transformer,
 )
 from pipert.observe.event import COMPUTE, FORWARD
-from pipert.timeline.intervals import length, overlap, times_of, union
+from pipert.timeline.report import length, overlap, times_of, union
 from pipert.timeline.timeline import Timeline
-
-__all__: list[str] = []
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}  # relative to each tensor's largest entry
 SIZE = 1 << 26  # bytes of each copy by torch alone

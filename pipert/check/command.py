@@ -18,8 +18,6 @@ from pipert.check import checks
 from pipert.check.ways import BROKEN, NOT_CHECKED, Devices, Finding, chain, transformer
 from pipert.model.devices import parse_devices, where_tensors_are
 
-__all__: list[str] = []
-
 NO_GPU = "no CUDA device: checking CPU workers instead; this says nothing about GPUs"
 ONE_GPU = "one GPU: copies between GPUs, and GPUs that compute at the same time, cannot be checked"
 CRASH_MEANS = "pipert, or torch, raised an error where none should be: the traceback is on stderr"

@@ -15,8 +15,6 @@ from torch.nn.functional import mse_loss
 from pipert.pipe import Pipe
 from pipert.skip import Skippable, pop, skippable, stash
 
-__all__: list[str] = []
-
 HOLDS, BROKEN, REPORTED, NOT_CHECKED = "holds", "DOES NOT HOLD", "reported", "not checked"
 Results = dict[str, Tensor | None]
 

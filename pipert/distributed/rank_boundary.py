@@ -27,8 +27,6 @@ from pipert._typing import Tensors, Value
 from pipert.batch.tensors import tensors_of
 from pipert.stage.shared_memory import Shared, find_shared
 
-__all__: list[str] = []
-
 
 class Parcel(NamedTuple):
     """A value ready to be sent."""

@@ -20,8 +20,6 @@ from torch.nn.utils import get_total_norm
 from pipert.distributed.rank_boundary import transfers
 from pipert.distributed.rank_reports import Site
 
-__all__: list[str] = []
-
 SharedParameters = list[tuple[nn.Parameter, list[int]]]
 """Each parameter that several ranks have, with these ranks."""
 

@@ -42,8 +42,6 @@ from pipert.stage.shared_memory import Shared, compute_watching
 from pipert.stage.step_boundary import detached
 from pipert.workers.context import NOTHING, CallerContext
 
-__all__: list[str] = []
-
 
 class StageModule(nn.Sequential):
     """The layers of a partition under the plain module's names: the module to wrap for DDP.

@@ -23,8 +23,6 @@ from pipert.layers.place import last_layer
 from pipert.model.split import sequential, split
 from pipert.skip.routes import PartitionSkips, routes_along
 
-__all__: list[str] = []
-
 
 class RankParts(NamedTuple):
     """A model split into partitions, with this rank's on their device."""

@@ -26,8 +26,6 @@ from pipert.stage.loss import (
 )
 from pipert.workers.context import refuse_transforms
 
-__all__: list[str] = []
-
 
 class Site(NamedTuple):
     """The place of this rank among those that train the model, and the place of each partition."""

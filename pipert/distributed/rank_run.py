@@ -46,8 +46,6 @@ from pipert.stage.step import without_grad
 from pipert.stage.step_boundary import leaf_inputs
 from pipert.workers.context import CallerContext
 
-__all__: list[str] = []
-
 
 @dataclass(eq=False)
 class RankRuntime:

@@ -22,8 +22,6 @@ from pipert.distributed.rank_partition import RankPartition
 from pipert.distributed.rank_reports import Site
 from pipert.distributed.split_backward import IS_SPLIT, behind_one_node, can_be_split
 
-__all__: list[str] = []
-
 
 @dataclass(slots=True, eq=False)
 class RankMicroBatch:

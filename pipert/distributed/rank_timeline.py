@@ -21,8 +21,6 @@ from pipert.observe.event import BACKWARD, FORWARD, RECOMPUTE, WAIT, Event
 from pipert.observe.recorder import Recording
 from pipert.timeline.timeline import Timeline
 
-__all__: list[str] = []
-
 _MEETINGS = 7  # a rank may be woken late from one or two of them
 
 

@@ -32,8 +32,6 @@ from pipert._typing import Tensors
 from pipert.autograd import order
 from pipert.autograd.leaves import leaves_behind
 
-__all__: list[str] = []
-
 IS_SPLIT = torch.__version__ >= "2.13"
 """Whether any backward is split."""
 

@@ -13,8 +13,6 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from pipert.distributed.rank_stage import RankStage
 from pipert.distributed.split_backward import IS_SPLIT
 
-__all__: list[str] = []
-
 _SINGLE = ("gpipe", "1f1b")  # with one partition on each rank
 _V_SHAPED = "zbvzerobubble"  # with two
 _SPLITTING = ("interleavedzerobubble", _V_SHAPED)

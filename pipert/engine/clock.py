@@ -16,8 +16,6 @@ from pipert.stage.stage import Stage
 from pipert.stage.stage import Task as StageTask
 from pipert.workers.worker import Task
 
-__all__: list[str] = []
-
 
 class Posting:
     """The clock's task for one run. Posts or abandons the run once, however often it is put.

@@ -48,8 +48,6 @@ from pipert.workers.context import CallerContext
 from pipert.workers.pool import Pool
 from pipert.workers.worker import WorkerThread
 
-__all__: list[str] = []
-
 # The runtimes inside whose tasks the current code runs. Tasks get it from the caller, as they get
 # all context variables. An object represents each runtime: a graph keeps its context, and would
 # keep the runtime.

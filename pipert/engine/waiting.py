@@ -18,25 +18,24 @@ from __future__ import annotations
 import logging
 import math
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
 
 from pipert.engine.clock import Posting
-from pipert.engine.timeout import still_busy, timed_out
 from pipert.errors import (
     PipeClosedError,
     PipelineTimeout,
     PipertError,
     ReentrantCallError,
+    WorkerBusyError,
     WorkerDiedError,
 )
 from pipert.stage.outcome import Outcome
 from pipert.stage.run import Run
-from pipert.status import WAITING, TaskStatus, WorkerStatistics
+from pipert.status import WAITING, TaskStatus, WorkerStatistics, table
 from pipert.workers.pool import Pool, WorkerView
 from pipert.workers.worker import CHECK, State, WorkerThread
-
-__all__: list[str] = []
 
 _log = logging.getLogger("pipert")
 
@@ -216,3 +215,28 @@ def _statistics(view: WorkerView) -> WorkerStatistics:
     return WorkerStatistics(
         view.name, view.device, view.state.tasks, view.busy, view.depth, doing
     )
+
+
+def timed_out(
+    what: str, seconds: float, workers: Sequence[WorkerStatistics], stack: Callable[[int], str]
+) -> PipelineTimeout:
+    """Build the error that ``what`` took too long, with the ``stack`` of each executing worker."""
+    lines = [f"{what} after {seconds:g} s. What the workers were doing:", "", *table(workers)]
+    for k, worker in enumerate(workers):
+        if worker.doing is not None and worker.doing.phase != WAITING:
+            lines += ["", f"{worker.name} was at (most recent call last):", stack(k).rstrip()]
+    error = PipelineTimeout("\n".join(lines))
+    error.workers = tuple(workers)
+    return error
+
+
+def still_busy(busy: Sequence[WorkerStatistics]) -> WorkerBusyError:
+    """Build the error of a call that would wait for workers ``busy`` with what was given up."""
+    names = ", ".join(worker.name for worker in busy)
+    text = (
+        f"{names} still busy with a call that was given up; a layer cannot be interrupted. Calls "
+        "work again when it has returned. What the workers are doing:"
+    )
+    error = WorkerBusyError("\n".join([text, "", *table(busy)]))
+    error.workers = tuple(busy)
+    return error

@@ -38,8 +38,6 @@ from pipert.layers.nested_checkpoint import refuse_nested_checkpoint
 from pipert.layers.whole_batch import warn_of_whole_batches
 from pipert.queues.process_lock import ProcessLock
 
-__all__: list[str] = []
-
 _committing = ProcessLock()
 
 

@@ -33,8 +33,6 @@ from pipert.batch.tensors import version
 from pipert.layers.modules import modules_of
 from pipert.workers.context import NOTHING
 
-__all__: list[str] = []
-
 _SMALL = 1 << 16  # elements; such a buffer is put aside even if nothing shows that it changes
 
 # By modules that have buffers, and by layers. Each access is one operation of a dict.

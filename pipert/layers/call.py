@@ -33,8 +33,6 @@ from pipert.skip.routes import PartitionSkips
 from pipert.skip.store import of_task
 from pipert.workers.context import NOTHING, CallerContext
 
-__all__: list[str] = []
-
 
 class Layers:
     """The layers of one partition, as one run calls them.

@@ -19,8 +19,6 @@ from pipert._typing import Value
 from pipert.autograd.thread_locals import get_thread_local, set_thread_local
 from pipert.batch.tensors import differentiable
 
-__all__: list[str] = []
-
 
 def call_compiled(call: Callable[..., Value], *args: Any, **kwargs: Any) -> Value:
     """Call a compiled layer whose backward may run at the same time as other partitions'."""

@@ -25,8 +25,6 @@ from pipert.errors import TransformError
 from pipert.layers.intercepted import compiled_call
 from pipert.layers.modules import modules_of
 
-__all__: list[str] = []
-
 
 def refuse_compilation(is_step: bool = False, *, recomputes: bool = False) -> None:
     """Refuse a call of a pipe that is traced, or made on a thread that torch.compile watches.

@@ -18,8 +18,6 @@ from pipert.batch.tensors import tensors_of
 from pipert.errors import TransformError
 from pipert.layers.dispatch_keys import is_traced
 
-__all__: list[str] = []
-
 _NAMES = ("cond", "switch", "while_loop", "scan", "associative_scan", "map_impl", "flex_attention")
 
 

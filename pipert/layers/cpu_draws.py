@@ -27,8 +27,6 @@ from pipert._torch import backward_id, identity
 from pipert.layers import control_flow, forward_mode
 from pipert.layers.dispatch_keys import Key, current_task, is_traced, operations, set_current_task
 
-__all__: list[str] = []
-
 Operation = Callable[..., Any]
 
 CPU = torch.device("cpu")

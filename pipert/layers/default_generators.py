@@ -26,8 +26,6 @@ from pipert._torch import backward_id, run_backward
 from pipert.layers.cpu_draws import real_generators
 from pipert.workers.pool import stack_of
 
-__all__: list[str] = []
-
 _POLL = 0.02  # s; how often the engine's thread looks whether somebody waits for it
 _CHECK = 0.5  # s; how often others look whether the thread of a user has died
 

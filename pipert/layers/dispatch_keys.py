@@ -32,8 +32,6 @@ from pipert.autograd.thread_locals import (
 )
 from pipert.queues.process_lock import ProcessLock
 
-__all__: list[str] = []
-
 _Library: Any = torch.library.Library
 _TASK = "pipert_task"
 _preparing = ProcessLock(reentrant=True)

@@ -8,8 +8,6 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from pipert._torch import has_hooks, have_modules_hooks
 from pipert.layers.intercepted import compiled_call
 
-__all__: list[str] = []
-
 
 def may_draw(layer: nn.Module) -> bool:
     """Whether a layer could draw random numbers. True unless it is known not to."""

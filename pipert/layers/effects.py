@@ -40,8 +40,6 @@ from pipert.errors import RecomputationError
 from pipert.layers.place import Place
 from pipert.schedules.action import RECOMPUTE, Action
 
-__all__: list[str] = []
-
 _SIZE = 256  # the most elements of a sample
 _TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-2}
 """The largest difference, relative to the element and to the mean of the sample together."""

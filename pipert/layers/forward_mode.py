@@ -16,8 +16,6 @@ from pipert._torch import dual_of, transforms
 from pipert.errors import TransformError
 from pipert.layers.dispatch_keys import Key
 
-__all__: list[str] = []
-
 
 def register(key: Key) -> None:
     """Check each tensor that gets a tangent while ``key`` is included."""

@@ -19,8 +19,6 @@ from torch import nn
 
 from pipert._torch import COMPILED_CALL, plain_call
 
-__all__: list[str] = []
-
 
 class Interceptor(Protocol):
     """The receiver of a thread's intercepted calls."""

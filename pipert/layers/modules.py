@@ -6,8 +6,6 @@ from collections.abc import Collection
 
 from torch import nn
 
-__all__: list[str] = []
-
 
 def modules_of(module: nn.Module) -> Collection[nn.Module]:
     """Return ``module`` and all modules inside it, each once."""

@@ -11,8 +11,6 @@ import torch.utils.checkpoint
 from pipert._torch import top_hooks
 from pipert.errors import NestedCheckpointError
 
-__all__: list[str] = []
-
 _CHECKPOINT = torch.utils.checkpoint.__name__
 # The file that calls the layers. Frames further out are no layer's: the pipe itself may be inside
 # a checkpoint.

@@ -47,8 +47,6 @@ from pipert.layers.modules import modules_of
 from pipert.layers.nested_checkpoint import refuse_nested_checkpoint
 from pipert.workers.context import is_transformed
 
-__all__: list[str] = []
-
 Weights = tuple[nn.Parameter, ...]
 Borrow = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 

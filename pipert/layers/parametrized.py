@@ -15,8 +15,6 @@ from torch.nn.utils import parametrize
 from pipert._torch import is_caching_parametrizations
 from pipert.layers.modules import modules_of
 
-__all__: list[str] = []
-
 
 def compute_cached(partitions: Iterable[nn.Module]) -> None:
     """Compute all parametrized weights if they are being cached."""

@@ -11,8 +11,6 @@ from torch import nn
 from pipert.errors import add_note
 from pipert.schedules.action import Action
 
-__all__: list[str] = []
-
 
 class Place(NamedTuple):
     """Partition *j* of *n* on its device, in a run of *m* micro-batches."""

@@ -34,8 +34,6 @@ from pipert.layers.cpu_draws import CPU, DRAWING, current
 from pipert.layers.default_generators import default_generator
 from pipert.layers.dispatch_keys import set_current_task
 
-__all__: list[str] = []
-
 _MASK = (1 << 64) - 1
 
 

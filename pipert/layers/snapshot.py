@@ -20,8 +20,6 @@ from pipert.layers.modules import modules_of
 from pipert.layers.never_recompute import is_exempt
 from pipert.layers.random_numbers import initialise_apart
 
-__all__: list[str] = []
-
 Parameters = dict[str, nn.Parameter | None]
 Place = tuple[Parameters, str, nn.Parameter | None]
 

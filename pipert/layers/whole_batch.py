@@ -14,8 +14,6 @@ from torch import nn
 from pipert._torch import BatchNorm, NormBase, forward_pre_hooks
 from pipert.errors import WholeBatchWarning
 
-__all__: list[str] = []
-
 
 def warn_of_whole_batches(layers: Iterable[tuple[str, nn.Module]], stacklevel: int) -> None:
     """Warn of those of the named layers whose gradients or state are not the plain module's."""

@@ -25,8 +25,6 @@ from pipert.batch.tensors import tensors_of
 from pipert.layers.intercepted import Interceptor, here, intercept, release
 from pipert.layers.modules import modules_of
 
-__all__: list[str] = []
-
 
 def order_of_calls(
     model: nn.Module,

@@ -21,8 +21,6 @@ from torch import nn
 from pipert.layers.compiling import is_compiled_itself
 from pipert.layers.modules import modules_of
 
-__all__: list[str] = []
-
 
 def check_cuts(model: nn.Module, names: Iterable[str]) -> tuple[str, ...]:
     """Return the names of the modules at which a model is cut; partition 0 has none.

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from torch import nn
 
-__all__: list[str] = []
-
 _SHARDED = (
     "whose processes must gather its parameters in the same order; the concurrent workers of a "
     "pipe have none. Use FSDP alone, or pipert.distributed, which takes sharded partitions"

@@ -26,8 +26,6 @@ from pipert._typing import Device
 from pipert.layers.modules import modules_of
 from pipert.model.cuts import is_called
 
-__all__: list[str] = []
-
 _MAP = "hf_device_map"
 
 _log = logging.getLogger("pipert")

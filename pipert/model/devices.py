@@ -15,8 +15,6 @@ from torch import Tensor
 
 from pipert._typing import Device
 
-__all__: list[str] = []
-
 
 def devices_and_workers(
     devices: Iterable[Device] | None, n: int

@@ -10,8 +10,6 @@ from typing import Any
 
 from torch import nn
 
-__all__: list[str] = []
-
 _MODES = ("always", "except_last", "never")
 
 

@@ -18,8 +18,6 @@ from pipert.errors import NotBatchFirstWarning
 from pipert.layers.parameter_copies import borrowed, check_borrowers
 from pipert.model.settings import whole
 
-__all__: list[str] = []
-
 
 class Partition(nn.Sequential):
     """Consecutive layers of the user's module. It takes no hooks: a pipe calls each layer."""

@@ -33,8 +33,6 @@ from pipert.observe.ranges import mark
 from pipert.observe.recorder import Recorder, Span, Stamp, stamp
 from pipert.schedules.action import Action
 
-__all__: list[str] = []
-
 
 class _AutogradThread(threading.local):
     """The task that a thread of autograd was executing at its last hook."""

@@ -31,8 +31,6 @@ from pipert.queues.process_lock import ProcessLock
 from pipert.schedules.action import Action
 from pipert.schedules.plan import Plan
 
-__all__: list[str] = []
-
 _log = logging.getLogger("pipert")
 
 _counting = ProcessLock(reentrant=True)

@@ -26,8 +26,6 @@ from torch.autograd.profiler import record_function
 
 from pipert._torch import profiler_is_on, profiles_this_thread
 
-__all__: list[str] = []
-
 _log = logging.getLogger("pipert")
 
 _UNDER_NSIGHT = "NSYS_PROFILING_SESSION_ID" in os.environ

@@ -24,8 +24,6 @@ import torch
 
 from pipert.observe.event import Event
 
-__all__: list[str] = []
-
 Stamp = float | torch.cuda.Event
 
 

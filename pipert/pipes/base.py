@@ -17,11 +17,10 @@ from pipert._torch import refuse_unsupported
 from pipert._typing import Value
 from pipert.any_model.shared_state import SharedState
 from pipert.autograd.order import begin_numbers
-from pipert.batch.for_step import batch_of_step
 from pipert.batch.joining import JoinNumbers, gather
-from pipert.batch.microbatch import arguments_of, as_value, ready, scatter_with_sizes
+from pipert.batch.microbatch import arguments_of, as_value, batch_of_step, ready, scatter_with_sizes
 from pipert.engine.runtime import Function, Runtime
-from pipert.engine.timeout import still_busy
+from pipert.engine.waiting import still_busy
 from pipert.errors import PipelineTimeout
 from pipert.layers.batchnorm import DeferredStats
 from pipert.layers.compiling import not_traced, refuse_compilation
@@ -32,7 +31,7 @@ from pipert.model.settings import check_checkpoints, check_chunks, check_timeout
 from pipert.observe.observers import Observer
 from pipert.schedules.plan import BOUNDED, Plan, Schedule, maker_of, plan, recomputed_in_each
 from pipert.stage.assembly import Model
-from pipert.stage.inner_backward import weights_beside
+from pipert.stage.backward import weights_beside
 from pipert.stage.loss import (
     LossFunction,
     StepFunction,
@@ -45,8 +44,6 @@ from pipert.stage.step import Step
 from pipert.status import Statistics
 from pipert.timeline.timeline import Record, Timeline
 from pipert.workers.context import refuse_transforms
-
-__all__: list[str] = []
 
 _log = logging.getLogger("pipert")
 

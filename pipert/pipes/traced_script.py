@@ -21,8 +21,6 @@ from pipert.observe.observers import Observer, RunInfo
 from pipert.pipes.base import PipeBase, when_made
 from pipert.timeline.timeline import Timeline
 
-__all__: list[str] = []
-
 
 class _Traced(Observer):
     """An observer that records ``calls`` calls of one pipe after the first ``skip``.

@@ -24,8 +24,6 @@ from pipert.balance.measure import measure_all
 from pipert.batch.microbatch import Arguments
 from pipert.model.split import check_module
 
-__all__: list[str] = []
-
 LossFn = Callable[..., Tensor] | None
 Blocks = dict[str, Cost]
 """The costs of blocks, by the name of the layer or module with which each begins."""

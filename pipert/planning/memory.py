@@ -23,8 +23,6 @@ from pipert.balance.cost import Cost, Sizes, total, without
 from pipert.schedules.action import BACKWARD, FORWARD, RECOMPUTE, WEIGHT, Action
 from pipert.schedules.plan import Plan
 
-__all__: list[str] = []
-
 
 def peaks(
     plan: Plan, costs: Sequence[Cost], scale: float, batch: int, targets: int = 0

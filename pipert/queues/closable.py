@@ -26,8 +26,6 @@ from collections import deque
 from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
 
-__all__: list[str] = []
-
 T = TypeVar("T")
 
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 import itertools
 import threading
 
-__all__: list[str] = []
-
 
 class Latch:
     """A gate that opens at the ``parties``-th :meth:`arrive`; at once if ``parties`` is 0."""

@@ -7,8 +7,6 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-__all__: list[str] = []
-
 _Make = Callable[[], AbstractContextManager[bool]]
 
 

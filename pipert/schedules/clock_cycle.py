@@ -6,8 +6,6 @@ from collections.abc import Iterator
 
 from pipert.schedules.action import FORWARD, Action, Size, Ticks, in_turns, lay_out
 
-__all__: list[str] = []
-
 
 def clock_cycle(m: int, n: int, placement: tuple[int, ...]) -> Iterator[list[Action]]:
     """Make the deterministic clock-cycle (section 3.2.1 of the paper), diagonal by diagonal.

@@ -21,8 +21,6 @@ from pipert.schedules.action import (
     lay_out,
 )
 
-__all__: list[str] = []
-
 _KINDS = (BACKWARD, FORWARD, WEIGHT)
 
 

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 from pipert.schedules.action import Action, Size, Ticks, in_turns, lay_out
 
-__all__: list[str] = []
-
 
 def one_f_one_b(m: int, n: int, placement: tuple[int, ...]) -> Ticks:
     """One forward, one backward: a partition does a backward as soon as it can.

@@ -44,8 +44,6 @@ from pipert.schedules.zero_bubble import (
     zero_bubble_v,
 )
 
-__all__: list[str] = []
-
 Schedule = Callable[[int, int, tuple[int, ...]], Ticks]
 """Takes ``m``, ``n`` and the placement; returns ticks, with an ``R`` for each micro-batch."""
 

@@ -19,8 +19,6 @@ from collections.abc import Callable, Sequence
 from pipert.schedules.action import BACKWARD, FORWARD, WEIGHT, Action
 from pipert.schedules.plan import Plan
 
-__all__: list[str] = []
-
 
 def simulate(
     plan: Plan,

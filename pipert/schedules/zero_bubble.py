@@ -11,8 +11,6 @@ from collections import Counter
 from pipert.schedules.action import Ticks
 from pipert.schedules.greedy import greedy
 
-__all__: list[str] = []
-
 
 def zero_bubble_1(m: int, n: int, placement: tuple[int, ...]) -> Ticks:
     """Keep on each device as many micro-batches as ``1f1b`` keeps on the first (*ZB-H1*).

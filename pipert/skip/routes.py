@@ -12,8 +12,6 @@ from pipert.skip.namespace import Key
 from pipert.skip.store import Store
 from pipert.skip.verify import declarations
 
-__all__: list[str] = []
-
 
 @dataclass(frozen=True)
 class PartitionSkips:

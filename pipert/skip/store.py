@@ -22,8 +22,6 @@ from pipert._typing import Tensors, Value
 from pipert.batch.tensors import tensors_of, version
 from pipert.skip.namespace import Key, show
 
-__all__: list[str] = []
-
 
 class _Sentinel(enum.Enum):
     ABSENT = "absent"

@@ -31,8 +31,6 @@ from pipert.stage.shared_memory import compute_watching
 from pipert.stage.stage import Execute, Stage
 from pipert.workers.context import NOTHING
 
-__all__: list[str] = []
-
 
 def forward(stage: Stage, i: int, x: Value) -> Value:
     """Carry out ``F[i,j]``: turn the input of the stage into its output."""

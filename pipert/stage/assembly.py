@@ -30,8 +30,6 @@ from pipert.stage.stage import Links, Stage
 from pipert.stage.step import Step
 from pipert.stage.step_boundary import StepBoundary
 
-__all__: list[str] = []
-
 
 class Model(Protocol):
     """A model as a pipe runs it."""

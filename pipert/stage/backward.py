@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from pipert._torch import tensor_hooks
+from pipert._torch import hooks_on_grad, tensor_hooks
 from pipert.autograd import order
 from pipert.autograd.engine import differentiate
-from pipert.autograd.leaves import Behind, is_in_python, leaves_behind
+from pipert.autograd.leaves import Behind, accumulators, is_in_python, leaves_behind
 from pipert.autograd.recompute import Graph
 from pipert.autograd.weight_gradients import PutOff
 from pipert.batch.tensors import alone
 from pipert.layers.nested_checkpoint import refuse_reentrant_checkpoint
 from pipert.schedules.action import BACKWARD, Action
-from pipert.stage.inner_backward import taking_gradients
+from pipert.stage.gradients import Gradients as Sums
 from pipert.stage.stage import Stage
 from pipert.stage.step_boundary import Kept, StepBoundary
 from pipert.workers.context import NOTHING
-
-__all__: list[str] = []
 
 Gradients = Sequence[Tensor | None]
 Look = Callable[[list[Node]], Behind]
@@ -186,3 +187,50 @@ def scatter(stage: Stage, cut: StepBoundary, i: int, dxs: Gradients, kept: Kept)
     if stage.place.j == 0:
         cut.step.input_gradients[i] = value
     return value
+
+
+def weights_beside(partitions: Iterable[nn.Module], modules: Iterable[Any]) -> list[Tensor]:
+    """Return the parameters of those ``modules`` that are modules, if no partition has them."""
+    known = {weight for partition in partitions for weight in partition.parameters()}
+    found = [each.parameters() for each in modules if isinstance(each, nn.Module)]
+    return [weight for weight in {*chain.from_iterable(found)} if weight not in known]
+
+
+@contextlib.contextmanager
+def taking_gradients(weights: Iterable[Tensor], sums: Sums) -> Iterator[None]:
+    """Add what arrives at ``weights`` in the block, on this thread, to ``sums``.
+
+    Reversible layers and hand-written checkpoints call ``backward`` inside of their ``backward``,
+    which adds to ``.grad`` at once: a step that fails later would leave parts of gradients there.
+    So ``B[i,j]`` takes what arrives at the weights of the partition, of the model's own code and of
+    the loss, and it is delivered with the sums. All of the backward runs on this thread meanwhile,
+    on GPUs as well, so nobody else's gradients are taken.
+    """
+    wanted = [weight for weight in weights if weight.requires_grad]
+    held = accumulators(wanted)  # views, which hold the nodes that add to ``.grad``
+    here, handles = threading.get_ident(), list[Any]()
+    try:
+        for weight, view in zip(wanted, held, strict=True):
+            node: Any = view.grad_fn
+            take = partial(_take, here, sums, weight)
+            handles.append(node.next_functions[0][0].register_prehook(take))
+        with torch.autograd.set_multithreading_enabled(False):
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _take(
+    thread: int, sums: Sums, weight: Tensor, arriving: tuple[Any, ...]
+) -> tuple[Any, ...] | None:
+    if threading.get_ident() != thread:
+        return None  # another caller's, which passes
+    if tensor_hooks(weight) or hooks_on_grad(weight):
+        raise RuntimeError(
+            f"a weight of shape {tuple(weight.shape)} has a hook, and a custom autograd function "
+            "calls backward by itself: the hook would see parts of the gradient of a step. Remove "
+            "the hook, or use loss.backward()"
+        )
+    sums.add((weight,), arriving)
+    return (None,)

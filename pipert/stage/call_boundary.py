@@ -40,8 +40,6 @@ from pipert.autograd.transfer import Stream
 from pipert.batch.tensors import Carried, differentiable
 from pipert.stage.copies import Copies
 
-__all__: list[str] = []
-
 
 @dataclass(slots=True, eq=False)
 class CallBoundary:

@@ -20,8 +20,6 @@ from pipert.batch.tensors import Carried, differentiable, select
 from pipert.skip.routes import PartitionSkips
 from pipert.stage.run import Run
 
-__all__: list[str] = []
-
 
 class Transport(Protocol):
     """Moves tensors to the device of one stage."""

@@ -25,8 +25,6 @@ from torch import Tensor, nn
 from pipert._torch import add_in_place
 from pipert.autograd.leaves import accumulators
 
-__all__: list[str] = []
-
 _PLAIN = (Tensor, nn.Parameter)
 Arriving = list[tuple[Tensor, Tensor]]
 """Tensors, each with the gradient to deliver to it."""

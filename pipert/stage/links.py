@@ -22,8 +22,6 @@ from pipert.skip.namespace import Key
 from pipert.skip.store import Stashed
 from pipert.workers.worker import NOT_RUN
 
-__all__: list[str] = []
-
 
 class _Sent(enum.Enum):
     SENT = "sent"

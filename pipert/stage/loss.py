@@ -20,8 +20,6 @@ from pipert.layers.place import Place
 from pipert.layers.random_numbers import Draws, RunSeed, drawing
 from pipert.schedules.action import FORWARD, Action
 
-__all__: list[str] = []
-
 LossFunction = Callable[[Any, Any], Tensor]
 """Takes the output and the target of a micro-batch; returns its loss."""
 

@@ -18,8 +18,6 @@ import threading
 from pipert.queues.latch import Latch
 from pipert.schedules.plan import Plan
 
-__all__: list[str] = []
-
 _NEVER = 1 << 62
 _CANCELLED = -1
 

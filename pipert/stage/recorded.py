@@ -22,8 +22,6 @@ from pipert.observe.recorder import Recorder, Span
 from pipert.stage.copies import Transport
 from pipert.stage.links import Link
 
-__all__: list[str] = []
-
 _CPU = torch.device("cpu")
 
 

@@ -19,8 +19,6 @@ from pipert.stage.outcome import Outcome
 from pipert.stage.shared_memory import Shared
 from pipert.workers.context import CallerContext
 
-__all__: list[str] = []
-
 
 @dataclass(slots=True, eq=False)
 class Run:

@@ -27,8 +27,6 @@ from pipert._torch import storage_of
 from pipert._typing import Tensors, Value
 from pipert.batch.tensors import Carried, describe, tensors_of, version
 
-__all__: list[str] = []
-
 
 class Extent(NamedTuple):
     """The bytes of its storage that a tensor covers."""

@@ -47,8 +47,6 @@ from pipert.stage.shared_memory import Shared, find_shared
 from pipert.stage.step_boundary import StepBoundary
 from pipert.workers.worker import NOT_RUN
 
-__all__: list[str] = []
-
 Execute = Callable[["Stage", int, Value], Value]
 
 

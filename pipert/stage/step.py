@@ -15,8 +15,6 @@ from pipert.batch.joining import gather
 from pipert.stage.gradients import Arriving, Gradients, delivery, gathered
 from pipert.stage.loss import Loss
 
-__all__: list[str] = []
-
 
 def without_grad() -> RuntimeError:
     """Return the error for a loss without gradients."""

@@ -30,8 +30,6 @@ from pipert.stage.gradients import Gradients
 from pipert.stage.run import Run
 from pipert.stage.step import Step
 
-__all__: list[str] = []
-
 
 class Kept(NamedTuple):
     """What ``B[i,j]`` needs from ``F[i,j]``."""

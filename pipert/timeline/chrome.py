@@ -11,8 +11,6 @@ from typing import Any
 
 from pipert.observe.event import BACKWARD, COPY, FORWARD, RECOMPUTE, WAIT, WEIGHT, Event
 
-__all__: list[str] = []
-
 Record = dict[str, Any]
 
 # Names of colours that both programs know.

@@ -12,8 +12,6 @@ from typing import Any, Protocol
 
 from pipert.observe.event import BACKWARD, COPY, FORWARD, RECOMPUTE, WAIT, WEIGHT, Event
 
-__all__: list[str] = []
-
 # The colours of a box and of the micro-batch's number in it, from back to front.
 _COLOURS = {
     WAIT: ("#ececec", None),

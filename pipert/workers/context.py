@@ -53,8 +53,6 @@ from pipert.workers.thread_state import (
     set_own_threads,
 )
 
-__all__: list[str] = []
-
 T = TypeVar("T")
 
 NOTHING: AbstractContextManager[object] = contextlib.nullcontext()

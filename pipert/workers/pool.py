@@ -38,8 +38,6 @@ from pipert.queues.closable import QueueClosed
 from pipert.queues.process_lock import ProcessLock
 from pipert.workers.worker import Activity, State, Task, WorkerThread
 
-__all__: list[str] = []
-
 _AT_EXIT = 10.0  # s
 
 

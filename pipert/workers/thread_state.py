@@ -14,8 +14,6 @@ from torch.overrides import TorchFunctionMode
 from pipert import _torch
 from pipert.queues.process_lock import ProcessLock
 
-__all__: list[str] = []
-
 T = TypeVar("T")
 
 Autocast = tuple[bool, tuple[tuple[bool, torch.dtype], ...]]

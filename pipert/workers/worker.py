@@ -28,8 +28,6 @@ from pipert.errors import PipeClosedError, WorkerDiedError
 from pipert.queues.closable import ClosableQueue, QueueClosed
 from pipert.queues.process_lock import ProcessLock
 
-__all__: list[str] = []
-
 CHECK = 0.5
 """Seconds; how often a thread that waits for workers checks that it waits for something."""
 

@@ -10,7 +10,7 @@ import torch
 
 from pipert import Event, Timeline
 from pipert.timeline import Report
-from pipert.timeline.intervals import length, overlap, union
+from pipert.timeline.report import length, overlap, union
 
 CPU = torch.device("cpu")
 CUDA = [torch.device("cuda", k) for k in range(4)]
