@@ -87,13 +87,18 @@ def joined(costs: Sequence[Cost]) -> Cost:
 
 
 _TIMES = "forward", "backward", "split", "weight"
+_PEAKS = "forward_peak", "backward_peak", "split_peak"
 _NOISE = 0.25
 """A layer is no slower than equal ones if it is not so, by this part, in each round."""
 
 
 def medians(rounds: Sequence[Sequence[Cost]]) -> list[Cost]:
     """Return the first round's costs with the median times of all; equal layers take as long."""
-    costs, equal = [*rounds[0]], dict[Hashable, list[int]]()
+    costs, equal = list[Cost](), dict[Hashable, list[int]]()
+    for each in zip(*rounds, strict=True):
+        # Garbage that is freed meanwhile makes a peak look smaller.
+        peaks = {name: max([getattr(cost, name) for cost in each]) for name in _PEAKS}
+        costs.append(each[0]._replace(**peaks))
     for k, cost in enumerate(costs):
         equal.setdefault(cost.kind, []).append(k)
     for same, name in product(equal.values(), _TIMES):
