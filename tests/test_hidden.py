@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import UserDict, deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
@@ -104,8 +104,15 @@ class Plain:
     content: Any
 
 
+@dataclass(slots=True)
+class Slotted:
+    content: Any
+    unset: Any = field(init=False)
+
+
 HIDING: dict[str, Callable[[Any], Any]] = {
     "an attribute": Plain,
+    "a slot": Slotted,
     "an object in an object": lambda x: Plain(Plain(Plain(x))),
     "a list of dicts": lambda x: Plain([{"a": 1}, {"b": x}]),
     "a deque": lambda x: Plain(deque([1, x])),

@@ -129,7 +129,10 @@ def held_by(value: Any, closed: tuple[type, ...] = CLOSED) -> Iterator[Any]:
         if type(part) in ORDINARY or isinstance(part, closed) or id(part) in seen:
             continue
         seen[id(part)] = part
-        held = [*getattr(part, "__dict__", {}).values()]
+        slots = [vars(kind).get("__slots__", ()) for kind in type(part).__mro__]
+        names = [name for each in slots for name in ([each] if isinstance(each, str) else each)]
+        held = [getattr(part, name) for name in names if hasattr(part, name)]
+        held += getattr(part, "__dict__", {}).values()
         if isinstance(part, dict):
             held += dict.values(part)
         elif isinstance(part, (list, tuple, set, frozenset, deque)):
