@@ -162,9 +162,8 @@ def is_in_python(classes: Iterable[type], but: Sequence[str] = (), only: str = "
 
     Those whose name is in ``but`` do not count; if ``only`` is given, no other name does.
     """
-    return any(
-        issubclass(kind, BackwardCFunction)
-        and kind.__name__ not in but
-        and (not only or kind.__name__ == only)
-        for kind in set(classes)
-    )
+    for kind in set(classes):
+        name = kind.__name__
+        if issubclass(kind, BackwardCFunction) and name not in but and (not only or name == only):
+            return True
+    return False
