@@ -13,7 +13,7 @@ Copy, Wait    nodes, whose backward goes back         copies of the value in ``F
                                                       in ``B``; both on copy streams
 Fork, Join    nodes that order the backward           none: the plan says what comes after what
 Recompute     a node behind the outputs               ``R[i,j]``, an action
-Checkpoint    a node that differentiates              none: ``B`` does
+Checkpoint    a node that differentiates              the same node
               what Recompute has built
 B[i,j]        autograd's walk along the graph         the engine's walk from the outputs of
                                                       the stage to its inputs and weights
