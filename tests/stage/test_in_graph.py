@@ -80,7 +80,7 @@ def test_without_a_differentiable_input_the_token_goes_from_fork_to_fork() -> No
 
 def test_a_recomputation_comes_before_the_backward_and_after_the_fork() -> None:
     y, _ = Driven([[scale()]], inputs_of(2), recomputed=2).go()
-    assert chain(y) == ["_Fork", "_Recompute", "Mul0"]
+    assert chain(y)[:3] == ["_Fork", "_Recompute", "_Checkpoint"]
 
 
 def test_as_many_micro_batches_as_asked_for_are_checkpointed() -> None:
