@@ -94,10 +94,11 @@ def differentiate_graph(
     refuse_hooked(cut, leaves)
     run = partial(gradients_of, stage, behind)
     if cut.puts_off:
+        later = cut.later.setdefault(i, [])  # what is recomputed on the way adds to it
         put_off = PutOff(behind, ends)
         leaves = put_off.leaves
-        found, later = put_off.differentiate(run, (*graph.xs, *leaves), ys, given)
-        cut.later.setdefault(i, []).extend(later)
+        found, own = put_off.differentiate(run, (*graph.xs, *leaves), ys, given)
+        later += own
     else:
         found = run((*graph.xs, *leaves), ys, given)
     k = len(graph.xs)
@@ -114,7 +115,7 @@ def differentiate_recomputed(
 
     Those that ``W[i,j]`` will compute are left out.
     """
-    if not cut.puts_off:
+    if i not in cut.later:  # nothing is put off, or a kept tensor goes back when the step is over
         return differentiate(ys, wanted, dys)
     ends = list(map(_node, ys))
     begins = {one.node for one in wanted if not isinstance(one, Tensor)}
@@ -124,7 +125,7 @@ def differentiate_recomputed(
     now = [one for one in wanted if not isinstance(one, Tensor) or id(one) in rest]
     run = lambda wanted, ys, dys: differentiate(ys, wanted, dys)  # noqa: E731
     found, later = put_off.differentiate(run, now, ys, dys)
-    cut.later.setdefault(i, []).extend(later)
+    cut.later[i] += later
     gradients = dict(zip(map(id, now), found, strict=True))
     return [gradients.get(id(one)) for one in wanted]
 
