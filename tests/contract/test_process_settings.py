@@ -213,6 +213,7 @@ def test_a_recomputation_with_another_kernel_for_attention_is_right(
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.layered  # in any model each layer is recomputed by itself
 def test_another_kernel_for_attention_is_refused_where_the_graph_of_the_forward_stays() -> None:
     """By chance it saved as many tensors, and the kernel of the graph crashed with them."""
     module = nn.Sequential(Attention(), pipert.never_recompute(linear(8, 8)), Attention())
