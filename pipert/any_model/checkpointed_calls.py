@@ -28,7 +28,6 @@ from pipert.any_model.map_tensors import in_same_object
 from pipert.autograd.checkpoint import Checkpoint, proxy_of
 from pipert.autograd.hooks import Hooks
 from pipert.autograd.recompute import Recomputation, refuse_changed
-from pipert.batch.microbatch import Arguments
 from pipert.batch.tensors import describe, tensors_of, version
 from pipert.batch.trees import CLOSED, ORDINARY, held_by
 from pipert.errors import add_note
@@ -85,7 +84,7 @@ class CheckpointedCalls:
         note = partial(self._layers.note_of_call, self._i, layer)
         call = CheckpointedCall(compute, drawing, note, outputs, self._hooks)
         checkpoint = Checkpoint(call, self)
-        given = Arguments(args, kwargs) if kwargs else args  # a plain tuple is flattened faster
+        given = args, kwargs
         objects = objects_in((*args, *kwargs.values()))
         returned: list[Value] = []
 
@@ -225,7 +224,7 @@ class CheckpointedCall(Recomputation):
     def _replay(
         self, get_value: Callable[[], Value], check: Callable[[Value], None], on_worker: bool
     ) -> None:
-        args, kwargs = _arguments(get_value())
+        args, kwargs = get_value()
         try:
             with self._autocast_of_call(), NOTHING if self._drawing is None else self._drawing():
                 y = self._compute(*args, **kwargs)
@@ -287,10 +286,6 @@ class CheckpointedCall(Recomputation):
 
 def _hooks_of(tensor: Tensor) -> int:
     return len(tensor_hooks(tensor) or ()) + tensor.retains_grad if tensor.requires_grad else 0
-
-
-def _arguments(value: Value) -> tuple[Any, dict[str, Any]]:
-    return value if isinstance(value, Arguments) else (value, {})
 
 
 Objects = list[tuple[Any, list[tuple[Tensor, int]]]]

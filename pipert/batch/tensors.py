@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pipert._torch import pytree
 from pipert._typing import Tensors, Value
-from pipert.batch.trees import ORDINARY, flatten
+from pipert.batch.trees import Layout, flatten, laid_out, layout_of
 
 
 class Carried(NamedTuple):
@@ -36,10 +36,10 @@ def select(
         return ((value,), _only) if wanted(value) else ((), lambda _: value)
     if isinstance(value, Carried):
         return _select_each(value, wanted)
-    leaves: list[Any]
+    leaves: list[Any] = []
     unflatten: Callable[[list[Any]], Value]
-    if type(value) is tuple and ORDINARY.issuperset(map(type, value)):  # common, so fast
-        leaves, unflatten = list(value), tuple
+    if (layout := layout_of(value, leaves)) is not None:
+        unflatten = partial(_laid_out, layout)
     else:
         leaves, spec = flatten(value)
         unflatten = partial(pytree.tree_unflatten, treespec=spec)
@@ -59,6 +59,10 @@ def select(
         return unflatten(filled)
 
     return selected, rebuild
+
+
+def _laid_out(layout: Layout, leaves: list[Any]) -> Value:
+    return laid_out(layout, iter(leaves))
 
 
 def _without_duplicates(tensors: Tensors) -> tuple[Sequence[int], Tensors]:
