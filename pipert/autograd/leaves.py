@@ -149,21 +149,22 @@ def origins(
         leaves[id(leaf)] = leaf
     trained, kinds = [leaf for leaf in leaves.values() if leaf.requires_grad], set(map(type, found))
     has_functions = is_in_python(kinds)
-    if has_functions and (any(map(tensor_hooks, trained)) or is_in_python(kinds, only=_REENTRANT)):
-        return None
+    if has_functions:
+        is_reentrant = any(kind.__name__ == _REENTRANT for kind in kinds)
+        if is_reentrant or any(map(tensor_hooks, trained)):
+            return None
     return trained, has_functions
 
 
 _REENTRANT = "CheckpointFunctionBackward"
 
 
-def is_in_python(classes: Iterable[type], but: Sequence[str] = (), only: str = "") -> bool:
+def is_in_python(classes: Iterable[type], but: Sequence[str] = ()) -> bool:
     """Whether one of these classes of nodes is that of a ``Function`` written in Python.
 
-    Those whose name is in ``but`` do not count; if ``only`` is given, no other name does.
+    Those whose name is in ``but`` do not count.
     """
     for kind in set(classes):
-        name = kind.__name__
-        if issubclass(kind, BackwardCFunction) and name not in but and (not only or name == only):
+        if issubclass(kind, BackwardCFunction) and kind.__name__ not in but:
             return True
     return False
