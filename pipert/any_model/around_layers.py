@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from pipert._torch import BatchNorm, NormBase, node_count, tensor_hooks
 from pipert._typing import Value
 from pipert.any_model.boundary_tensors import memory_of
-from pipert.any_model.checkpointed_calls import CheckpointedCalls
+from pipert.any_model.checkpointed_calls import checkpointed_call
 from pipert.any_model.forward_recording import ForwardRecording
 from pipert.any_model.intercept import CHANGED, Intercept, Paused
 from pipert.any_model.map_tensors import map_tensors
@@ -37,6 +37,7 @@ from pipert.layers.modules import modules_of
 from pipert.layers.nested_checkpoint import is_in_checkpoint
 from pipert.layers.parameter_copies import ParameterCopies
 from pipert.layers.random_numbers import Draws
+from pipert.layers.segments import Segments
 from pipert.stage.run import Run
 from pipert.stage.stage import Stage
 from pipert.stage.step import Step
@@ -57,7 +58,7 @@ class ModelRun:
     """Whether any layer might draw random numbers; in which partition it will is unknown."""
     graphs: dict[int, MicroBatchGraph] = field(default_factory=dict)
     """The graph of each micro-batch in a step."""
-    checkpointed: dict[tuple[int, int], CheckpointedCalls] = field(default_factory=dict)
+    segments: dict[tuple[int, int], Segments] = field(default_factory=dict)
     """By micro-batch and partition, those of a step, until they go backward."""
     called_in: dict[nn.Module, int] = field(default_factory=dict)
     """The partition that each layer was first called in."""
@@ -101,7 +102,7 @@ class ModelRun:
         """Forget all micro-batches."""
         self.inspection = None
         self.graphs.clear()
-        self.checkpointed.clear()
+        self.segments.clear()
 
 
 class AroundLayers:
@@ -117,7 +118,7 @@ class AroundLayers:
         if self._graph is not None or self._copies is not None:
             copy_of = None if model_run.parameters is None else self._copy_of
             self._intercept = Intercept(self._graph, self._copies, copy_of)
-        self._checkpointed: CheckpointedCalls | None = None  # the calls of the current partition
+        self._segments: Segments | None = None  # the calls of the current partition
         self._recording: ForwardRecording | None = None
         self._draws: Draws  # the random numbers of the partition
         self._drawing = ExitStack()  # the block in which it draws them
@@ -190,11 +191,10 @@ class AroundLayers:
         self._draws = Draws(shared.run.seed, place.number(self._i), place.device)
         self._drawing.enter_context(self._draws)  # the model's own code may draw, too
         if self._i < stage.recomputed:
-            stage.layers.take_snapshot()
             hooks = shared.run.context.saved_tensor_hooks
-            self._checkpointed = CheckpointedCalls(stage.layers, self._i, hooks)
+            self._segments = stage.layers.segments(self._i, hooks)
             if self._graph is not None:
-                shared.checkpointed[self._i, place.j] = self._checkpointed
+                shared.segments[self._i, place.j] = self._segments
         if self._graph is not None:
             self._graph.begin(place.j)
         if self._copies is not None:
@@ -214,9 +214,7 @@ class AroundLayers:
         if self._intercept is not None:
             with Paused(self._intercept):
                 self._end_boundary(self._intercept)
-        if self._checkpointed is not None:
-            self._checkpointed.end()
-            self._checkpointed = None
+        self._segments = None
         self._drawing.close()
 
     def _end_boundary(self, intercept: Intercept) -> None:
@@ -232,7 +230,7 @@ class AroundLayers:
             if is_lost:
                 raise RuntimeError(CHANGED)
         if self._copies is not None:
-            self._copies.end(self._checkpointed)
+            self._copies.end(self._segments)
 
     def call(self, layer: ModelLayer, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a layer in the current partition."""
@@ -261,13 +259,13 @@ class AroundLayers:
             layers = [layer.module, *given]
             call = shared.parameters.wrap(stage.place.j, layers, call, self._copy_of)
         # What works in place, in torch.utils.checkpoint or in a transform, keeps what it saves.
-        if self._checkpointed is not None and torch.is_grad_enabled() and not (
+        if self._segments is not None and torch.is_grad_enabled() and not (
             layer.is_in_place or is_in_checkpoint() or is_transformed()
         ) and stage.layers.recomputes(layer.module):
             stage.layers.refuse_replaced(layer.module)
-            call = stage.layers.checkpointed(self._i, layer.module, layer.name, call)
+            compute = partial(stage.layers.call_layer, self._i, layer.module, layer.name, call)
             drawing = self._draws.from_here() if shared.draws else None
-            return self._checkpointed.call(layer.name, call, drawing, args, kwargs)
+            return checkpointed_call(self._segments, layer.name, compute, drawing, args, kwargs)
         with stage.layers.locked(layer.module):
             return call(*args, **kwargs)
 
@@ -285,7 +283,7 @@ class AroundLayers:
 
     def clear(self) -> None:
         """Forget the micro-batch."""
-        self._intercept = self._checkpointed = self._recording = None
+        self._intercept = self._segments = self._recording = None
 
     def __repr__(self) -> str:
         return f"<AroundLayers of micro-batch {self._i}>"

@@ -22,7 +22,7 @@ from pipert.any_model.boundary_tensors import BoundaryTensors
 from pipert.autograd import order
 from pipert.autograd.leaves import Behind, leaves_behind
 from pipert.autograd.order import ENTERED
-from pipert.autograd.recompute import edges_of
+from pipert.autograd.segment import edges_of
 from pipert.batch.tensors import differentiable
 
 Key = tuple[Node | None, int]

@@ -22,7 +22,7 @@ from pipert.any_model.microbatch_graph import MicroBatchGraph, PartitionGraph
 from pipert.any_model.microbatch_thread import MicroBatchThreads
 from pipert.autograd import order
 from pipert.autograd.leaves import Behind, leaves_behind
-from pipert.autograd.recompute import Graph
+from pipert.autograd.segment import Graph
 from pipert.errors import SharedStateWarning, add_note
 from pipert.schedules.action import BACKWARD, FORWARD, RECOMPUTE, WEIGHT, Action
 from pipert.stage.actions import Actions, weight_gradients
@@ -61,19 +61,19 @@ class ModelActions:
 
     def recompute(self, stage: Stage, i: int, _: Value) -> None:
         """Carry out ``R[i,j]`` of a step: compute the checkpointed calls again."""
-        calls = self._model_run.checkpointed.get((i, stage.place.j))
-        if calls is not None:
-            calls.recompute(True)
+        segments = self._model_run.segments.get((i, stage.place.j))
+        if segments is not None:
+            segments.recompute(True)
 
     def backward(self, stage: Stage, i: int, _: Value) -> Value:
         """Carry out ``B[i,j]`` of a step: go back from what later partitions have used."""
         graph, cut, j = self._model_run.graphs.get(i), stage.cut, stage.place.j
-        calls = self._model_run.checkpointed.pop((i, j), None)
+        segments = self._model_run.segments.pop((i, j), None)
         part = graph.partitions.pop(j, None) if graph is not None else None
         if graph is None or part is None or cut is None:
             return ()
-        if calls is not None:
-            calls.begin_backward(partial(differentiate_recomputed, cut, i))
+        if segments is not None:
+            segments.in_step = partial(differentiate_recomputed, cut, i)
         notifier, action = stage.run.notifier, Action(BACKWARD, i, j)
         recorded = notifier.recorder is not None
         with notifier.recorded(action, stage.place.device) if recorded else NOTHING:

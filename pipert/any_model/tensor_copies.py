@@ -24,10 +24,10 @@ from torch import Tensor
 
 from pipert._torch import node_count, sequence_nr
 from pipert._typing import Value
-from pipert.any_model.checkpointed_calls import CheckpointedCalls
 from pipert.autograd import order, streams, transfer
-from pipert.autograd.checkpoint import Checkpoint, recompute_before
+from pipert.autograd.checkpoint import recompute_before
 from pipert.batch.tensors import tensors_of
+from pipert.layers.segments import Segments
 from pipert.stage.run import Run
 from pipert.stage.stage import Stage
 
@@ -42,17 +42,16 @@ class TensorCopies:
         self._stage: Stage
         self._start = 0
         self._nodes_before = range(0)  # the numbers of the nodes of the partition before
-        self._checkpoint_before: weakref.ref[Checkpoint] | None = None  # of the partition before
+        self._segments_before: weakref.ref[Segments] | None = None  # of the partition before
 
     def begin(self, stage: Stage) -> None:
         """Begin a partition."""
         self._stage = stage
         self._nodes_before, self._start = range(self._start, node_count()), node_count()
 
-    def end(self, checkpointed: CheckpointedCalls | None) -> None:
+    def end(self, segments: Segments | None) -> None:
         """End the partition, whose calls of layers may have been checkpointed."""
-        first = None if checkpointed is None else checkpointed.first()
-        self._checkpoint_before = None if first is None else weakref.ref(first)
+        self._segments_before = None if segments is None else weakref.ref(segments)
         if len(self._devices) > 1:
             self._stage.ends.copies.let_others_copy(self._i)
 
@@ -95,10 +94,10 @@ class TensorCopies:
         compute = streams.compute_stream(tensor.device)
         number = -1 if tensor.grad_fn is None else sequence_nr(tensor.grad_fn)
         (tensor,) = transfer.wait_back((tensor,), copying, compute)
-        first = None if self._checkpoint_before is None else self._checkpoint_before()
+        segments = None if self._segments_before is None else self._segments_before()
         # A node of another thread, which a model has kept, would at most recompute early.
-        if first is not None and number in self._nodes_before:
-            (tensor,) = recompute_before((tensor,), first)
+        if segments is not None and number in self._nodes_before:
+            (tensor,) = recompute_before((tensor,), segments)
         # In the backward the fork comes first, so nothing waits for a gradient before its turn.
         _, tensor = order.fork(self._i, None, tensor)
         return tensor

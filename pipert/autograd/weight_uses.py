@@ -6,8 +6,8 @@ A weight is put off if that is known to be the same:
    goes through. What is not known stays in ``B``.
 2. It is a leaf, behind nothing but transposes and the cast of autocast.
 3. It is an ordinary dense tensor on the device of its use, and gets a gradient of its own dtype.
-4. Nobody sees more than that: the node has no hooks of its own, and no saved-tensor hooks but a
-   checkpoint's see its input, which would unpack it twice.
+4. Nobody sees more than that: the node has no hooks of its own, and no saved-tensor hooks see its
+   input, which would unpack it twice.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
 from pipert._torch import AccumulateGrad, sequence_nr
-from pipert.autograd.checkpoint import Checkpoint
 from pipert.autograd.leaves import Behind
 from pipert.autograd.weight_operations import RULES, ToWeight
 
@@ -151,13 +150,8 @@ def _saved_input(node: Any, name: str, weight: Tensor) -> Tensor | None:
         RuntimeError: it was changed in place.
     """
     saved = getattr(node, f"_raw_saved_{name}", None)
-    if saved is None:
+    if saved is None or saved.unpack_hook is not None:
         return None
-    x: Any = None
-    unpack = saved.unpack_hook
-    if unpack is None:
-        x = getattr(node, f"_saved_{name}").detach()
-    elif isinstance(getattr(unpack, "__self__", None), Checkpoint):
-        x = unpack.__self__.peek(saved.data)
+    x = getattr(node, f"_saved_{name}").detach()
     is_beside = type(x) in (Tensor, nn.Parameter) and x.device == weight.device
     return x if is_beside and x.layout == torch.strided else None

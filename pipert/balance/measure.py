@@ -87,7 +87,7 @@ class Call(NamedTuple):
         return contextvars.copy_context().run(self._forward, inputs)
 
     def _forward(self, inputs: Carried) -> Carried:
-        store = self.skips.store(inputs.skips)
+        store = self.skips.store(self.skips.entries(inputs.skips))
         of_task.set(store)
         args, kwargs = inputs.value
         output = self.layer(*args, **kwargs)

@@ -24,8 +24,6 @@ from torch import Tensor, nn
 
 from pipert._typing import Tensors, Value
 from pipert.autograd import order
-from pipert.autograd.checkpoint import Checkpoint
-from pipert.autograd.recompute import Recomputation
 from pipert.batch.tensors import Carried, differentiable, tensors_of
 from pipert.distributed.rank_boundary import FAILED, Arrived, Parcel, pack
 from pipert.layers.batchnorm import PartitionStats
@@ -172,14 +170,8 @@ class RankPartition:
     def _call_layers(self, i: int, x: Value) -> Value:
         if isinstance(x, Carried) != bool(self.skips):  # skips begin here, or ended before
             x = Carried(x, ()) if self.skips else x.value
-        kept = self.layers.to_recompute(i) if i < self.batch.recomputed else None
-        compute: Callable[[Value], Value]
-        compute = partial(self.layers.forward, i, kept)
-        if kept is not None:
-            replay = partial(self.layers.recompute, i, kept)
-            recomputation = Recomputation(replay, None, not kept.exempt)
-            compute = partial(Checkpoint(recomputation).record, compute)
-        return compute(x)
+        segments = self.layers.segments(i, None) if i < self.batch.recomputed else None
+        return self.layers.forward(i, segments, x)
 
     def _compute_loss(self, i: int, y: Value) -> Tensor:
         """Keep the output of the last partition; return its loss, or zero in an evaluation."""

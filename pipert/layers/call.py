@@ -9,29 +9,35 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 from torch import nn
 
 from pipert._typing import Value
+from pipert.autograd.hooks import Hooks
 from pipert.batch.microbatch import Arguments
 from pipert.batch.tensors import Carried, describe
 from pipert.errors import add_note
 from pipert.layers.buffers import has_buffers, locked
 from pipert.layers.compiled_backward import call_compiled
 from pipert.layers.compiling import is_compiled
+from pipert.layers.cpu_draws import current
 from pipert.layers.effects import Effect, Effects
-from pipert.layers.never_recompute import FromForward
 from pipert.layers.parameter_copies import ParameterCopies
-from pipert.layers.phase import checkpoint_here, is_recomputing, microbatch, recompute_here
+from pipert.layers.phase import is_recomputing, microbatch, recompute_here
 from pipert.layers.place import Place, describe_layer
 from pipert.layers.random_numbers import Draws, RunSeed, drawing
+from pipert.layers.segments import Segments
 from pipert.layers.snapshot import Snapshot
 from pipert.observe.notifier import Notifier
 from pipert.schedules.action import FORWARD, RECOMPUTE, Action
 from pipert.skip.routes import PartitionSkips
 from pipert.skip.store import of_task
 from pipert.workers.context import NOTHING, CallerContext
+
+Compute = Callable[[Value], Value]
+Watch = Callable[[Compute, Value], Value]
 
 
 class Layers:
@@ -78,33 +84,66 @@ class Layers:
         on_gpu = context.grad_enabled and place.device.type == "cuda"
         self._compiled = {layer for layer in partition if is_compiled(layer)} if on_gpu else set()
 
-    def to_recompute(self, i: int) -> FromForward:
-        """Begin to checkpoint a micro-batch, in its forward; return what keeps what it returns."""
-        checkpoint_here.set(True)
+    def segments(self, i: int, hooks: Hooks) -> Segments:
+        """Begin to checkpoint a micro-batch, in its forward, whose saved-tensor hooks are given."""
         self.take_snapshot()
-        assert self._snapshot is not None
         effect = partial(Effect, self._effects, self._place, i)
-        return FromForward(effect, self._snapshot.exempt)
+        return Segments(partial(self._replay, i), effect, hooks)
 
-    def forward(self, i: int, kept: FromForward | None, value: Value) -> Value:
+    def forward(
+        self, i: int, segments: Segments | None, value: Value, watch: Watch | None = None
+    ) -> Value:
         """Compute micro-batch ``i``. The caller's context must be in place.
 
         Args:
             i: the micro-batch.
-            kept: keeps what ``R[i,j]`` needs, or has it; ``None`` if it is not checkpointed.
+            segments: records what ``R[i,j]`` repeats; ``None`` if it is not checkpointed.
             value: the input.
+            watch: calls its first argument, which computes layers, with the second.
         """
+        skips = self._skips
+        if skips is not None:
+            value = Carried(value.value, skips.entries(value.skips))
+        for start, stop, is_exempt in self._parts(segments is not None):
+            compute: Compute = partial(self._compute_layers, i, start, stop)
+            first = compute if watch is None else partial(watch, compute)
+            if segments is None or is_exempt:
+                value = first(value)
+            else:
+                drawing = current().from_here() if self.draws else None
+                value = segments.call(self._name(stop), first, compute, drawing, value, True)
+        if skips is not None:
+            value = Carried(value.value, skips.leave(value.skips))
+        return value
+
+    def _parts(self, is_checkpointed: bool) -> list[tuple[int, int, bool]]:
+        """Return what to compute in turn: from which layer to which, and whether it is exempt."""
+        layers = list(self._partition)
+        exempt = self._snapshot.exempt if is_checkpointed and self._snapshot else ()
+        parts, start = list[tuple[int, int, bool]](), 0
+        for is_exempt, found in groupby([layer in exempt for layer in layers]):
+            parts.append((start, start + len(list(found)), is_exempt))
+            start = parts[-1][1]
+        return parts
+
+    def _name(self, k: int) -> str:
+        """Return the name in errors of what is given to layer ``k``; empty if that is the end."""
+        items = list(self._partition._modules.items())[k : k + 1]
+        return f"the input of {describe_layer(*items[0])}" if items else ""
+
+    def _compute_layers(self, i: int, start: int, stop: int, value: Value) -> Value:
+        """Compute some of the layers, one after the other."""
         buffers = self._snapshot.buffers if self._snapshot and is_recomputing() else {}
         if self._with_buffers is None:
             self._with_buffers = {layer for layer in self._partition if has_buffers(layer)}
         store = None
         if self._skips is not None:
-            value, arriving = value
-            store = self._skips.store(arriving)
+            value, skips = value
+            store = self._skips.store(skips)
             of_task.set(store)
-        done = 0
+        done = start
         try:
-            for name, layer in self._partition._modules.items():
+            for layer in list(self._partition)[start:stop]:
                 call: Any = layer
                 if layer in self._compiled:
                     call = partial(call_compiled, call)
@@ -112,20 +151,13 @@ class Layers:
                     call = self.copies.wrap(self._place.j, [layer], call)
                 if layer in buffers:
                     call = partial(buffers[layer].put_aside, call)
-                if kept is not None and layer in kept.exempt:
-                    call = partial(kept.call, describe_layer(name, layer), call)
                 with self.locked(layer) if layer in self._with_buffers else NOTHING:
                     if isinstance(value, Arguments):
                         value = call(*value.args, **value.kwargs)
                     else:
                         value = call(value)
                 done += 1
-            if self._skips is not None and store is not None:
-                skips = [store.send(key) for key, _ in self._skips.leaving]
-                value = Carried(value, tuple(skips))
-            if kept is not None:
-                kept.returned.note(value)
-            return value
+            return value if store is None else Carried(value, store.entries())
         except BaseException as error:
             add_note(error, partial(self._note_of_layer, i, done, value))
             raise
@@ -149,75 +181,52 @@ class Layers:
         assert self._snapshot is not None
         self._snapshot.refuse_replaced(layer)
 
-    def recompute(
-        self,
-        i: int,
-        kept: FromForward,
-        get_value: Callable[[], Value],
-        check: Callable[[Value], None],
-        on_worker: bool,
-    ) -> None:
-        """Compute micro-batch ``i`` again: all of ``R[i,j]``.
+    def _replay(self, i: int, compute: Callable[[], None], on_worker: bool) -> None:
+        """Compute ``R[i,j]``.
 
         Args:
             i: the micro-batch.
-            kept: what its forward has kept.
-            get_value: makes the input; called under the caller's context.
-            check: called with the output at the end; may raise.
+            compute: computes its segments again; called under the caller's context.
             on_worker: whether this thread is a worker, under the caller's context already, rather
                 than a thread of autograd.
         """
-        self.replay(i, lambda: partial(self.forward, i, kept, get_value()), check, on_worker)
-
-    def replay(
-        self,
-        i: int,
-        begin: Callable[[], Callable[[], Value]],
-        check: Callable[[Value], None],
-        on_worker: bool,
-    ) -> None:
-        """Like :meth:`recompute`, but ``begin`` returns the function that computes the output."""
         notifier, context = self._notifier, self._context
         action = Action(RECOMPUTE, i, self._place.j)
         notifier.count_recomputation()
         with notifier.recomputing(action, self._place.device) if notifier.is_watched else NOTHING:
             try:
                 if on_worker:  # as a task, under the caller's context already
-                    self._compute_again(begin, check)
+                    self._compute_again(compute)
                 else:
                     with context.on_any_thread(), microbatch(i):
-                        context.variables.copy().run(self._compute_again, begin, check)
+                        context.variables.copy().run(self._compute_again, compute)
             except BaseException as error:
                 self._place.note(error, action)
                 if self._snapshot is not None:
                     add_note(error, self._snapshot.other_settings)
                 raise
 
-    def _compute_again(
-        self, begin: Callable[[], Callable[[], Value]], check: Callable[[Value], None]
-    ) -> None:
+    def _compute_again(self, compute: Callable[[], None]) -> None:
         assert self._snapshot is not None
         self._snapshot.refuse_changes()
         recompute_here.set(True)
-        check(begin()())
+        compute()
 
-    def checkpointed(
-        self, i: int, layer: nn.Module, name: str, call: Callable[..., Value]
-    ) -> Callable[..., Value]:
-        """Return ``call``, of a layer of any model, as it is called in ``F`` and in ``R``."""
-        return partial(self._call_layer, layer, Effect(self._effects, self._place, i, name), call)
-
-    def _call_layer(
-        self, layer: nn.Module, effect: Effect, call: Callable[..., Any], /, *args: Any,
-        **kwargs: Any,
-    ) -> Value:  # fmt: skip
+    def call_layer(
+        self, i: int, layer: nn.Module, name: str, call: Callable[..., Value], value: Value
+    ) -> Value:
+        """Call a layer of any model, in ``F`` or ``R``."""
         assert self._snapshot is not None
-        if is_recomputing():
-            call = partial(self._snapshot.buffers[layer].put_aside, call)
-        with self.locked(layer):
-            y = call(*args, **kwargs)
-        effect.note(y)
-        return y
+        args, kwargs = value
+        if not is_recomputing():
+            with self.locked(layer):
+                return call(*args, **kwargs)
+        try:
+            with self.locked(layer):
+                return self._snapshot.buffers[layer].put_aside(call, *args, **kwargs)
+        except BaseException as error:
+            add_note(error, partial(self.note_of_call, i, name, args, kwargs))
+            raise
 
     def locked(self, layer: nn.Module) -> AbstractContextManager[object]:
         """Return the block in which ``layer`` is called."""
@@ -266,9 +275,9 @@ class RandomLayers(Layers):
         self._seed = seed
         seed.draw()
 
-    def forward(self, i: int, kept: FromForward | None, value: Value) -> Value:
+    def forward(self, i: int, *args: Any) -> Value:
         with drawing(Draws(self._seed, self._place.number(i), self._place.device)):
-            return super().forward(i, kept, value)
+            return super().forward(i, *args)
 
     def backward(self, i: int, differentiate: Callable[..., Value], *args: Any) -> Value:
         number = self._place.number_of_backward(i)

@@ -33,7 +33,7 @@ from pipert._torch import (
     is_wrapped,
 )
 from pipert._typing import Value
-from pipert.autograd.recompute import REMEDY
+from pipert.autograd.segment import REMEDY
 from pipert.autograd.streams import CopyStreams
 from pipert.batch.tensors import differentiable
 from pipert.errors import RecomputationError

@@ -64,13 +64,3 @@ def microbatch(i: int) -> Iterator[None]:
         yield
     finally:
         end_microbatch() if before is None else begin_microbatch(before)
-
-
-@contextlib.contextmanager
-def checkpointing(value: bool = True) -> Iterator[None]:
-    """Make :func:`is_checkpointing` true in the block, or false."""
-    before = checkpoint_here.set(value)
-    try:
-        yield
-    finally:
-        checkpoint_here.reset(before)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from pipert._torch import is_lazy
-from pipert.autograd.recompute import other_kernels
+from pipert.autograd.segment import other_kernels
 from pipert.batch.tensors import Versions
 from pipert.errors import RecomputationError
 from pipert.layers.buffers import Buffers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -9,7 +10,7 @@ from torch import nn
 
 from pipert._typing import Value
 from pipert.skip.namespace import Key
-from pipert.skip.store import Store
+from pipert.skip.store import ABSENT, Entry, Store
 from pipert.skip.verify import declarations
 
 
@@ -29,12 +30,22 @@ class PartitionSkips:
     def __bool__(self) -> bool:
         return bool(self.pops)
 
-    def store(self, arriving: Sequence[Value]) -> Store:
-        """Makes the store for one task of the partition, filled with ``arriving``."""
-        store = Store(self.pops, [key for key, _ in self.leaving])
-        for (key, _), value in zip(self.arriving, arriving, strict=True):
-            store.receive(key, value)
-        return store
+    def entries(self, arriving: Sequence[Value]) -> tuple[Entry, ...]:
+        """Return what arrives as the entries of a store, to be popped here or sent on."""
+        sent = Counter([key for key, _ in self.leaving])
+        pairs = zip(self.arriving, arriving, strict=True)
+        return tuple(
+            [(key, self.pops[key] + sent[key], x) for (key, _), x in pairs if x is not ABSENT]
+        )
+
+    def store(self, entries: Sequence[Entry]) -> Store:
+        """Makes the store for layers of the partition, filled with ``entries``."""
+        return Store(self.pops, [key for key, _ in self.leaving], entries)
+
+    def leave(self, entries: Sequence[Entry]) -> tuple[Value, ...]:
+        """Return what leaves; ``ABSENT`` where the stashing layer did not run."""
+        store = self.store(entries)
+        return tuple([store.send(key) for key, _ in self.leaving])
 
 
 def routes(partitions: Sequence[nn.Sequential]) -> tuple[PartitionSkips, ...]:

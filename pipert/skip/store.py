@@ -35,6 +35,10 @@ NEW = _Sentinel.NEW
 """Stands for the store of a task whose partition declares no skips: it is made on demand."""
 
 
+Entry = tuple[Key, int, Value]
+"""A skip, the number of pops still to come, and the value."""
+
+
 class Stashed:
     """A snapshot of a value: each ``get`` rebuilds the containers.
 
@@ -55,13 +59,21 @@ class Stashed:
 
     def get(self, key: Key) -> Value:
         """Pops the value, unless it has been modified in place."""
+        self.refuse_changes(key)
+        self.left -= 1
+        return self._rebuild(_inference_copied(self._tensors) if self.left else self._tensors)
+
+    def entry(self, key: Key) -> Entry:
+        """Return the value, unless it has been modified in place, for another store."""
+        self.refuse_changes(key)
+        return key, self.left, self._rebuild(self._tensors)
+
+    def refuse_changes(self, key: Key) -> None:
         if _versions(self._tensors) != self._versions:
             raise RuntimeError(
                 f"the skip {show(key)} was modified in place after it was stashed; stash a clone of"
                 " it, or let the layer that modifies it work on a copy (inplace=False)"
             )
-        self.left -= 1
-        return self._rebuild(_inference_copied(self._tensors) if self.left else self._tensors)
 
 
 def _inference_copied(tensors: Tensors) -> Tensors:
@@ -79,14 +91,24 @@ class Store:
         pops: how many layers of the task's partition pop each declared skip; ``None`` outside
             pipes.
         sent: the skips sent to other partitions, once per destination.
+        entries: what it starts with.
     """
 
     __slots__ = ("_pops", "_sent", "_values")
 
-    def __init__(self, pops: Mapping[Key, int] | None = None, sent: Sequence[Key] = ()) -> None:
+    def __init__(
+        self,
+        pops: Mapping[Key, int] | None = None,
+        sent: Sequence[Key] = (),
+        entries: Sequence[Entry] = (),
+    ) -> None:
         self._pops = pops
         self._sent = sent
-        self._values: dict[Key, Stashed] = {}
+        self._values = {key: Stashed(value, left) for key, left, value in entries}
+
+    def entries(self) -> tuple[Entry, ...]:
+        """Return what is left for other layers."""
+        return tuple([stashed.entry(key) for key, stashed in self._values.items()])
 
     def put(self, key: Key, value: Value, pops: int) -> None:
         """Stash ``value`` for ``pops`` layers, as the stashing layer declares."""
@@ -94,11 +116,6 @@ class Store:
             pops = self._pops[key] + self._sent.count(key)
         if pops:
             self._values[key] = Stashed(value, pops, copy_inference=True)
-
-    def receive(self, key: Key, value: Value) -> None:
-        """Add ``value``, stashed in another partition, to be popped here or sent on."""
-        if value is not ABSENT and self._pops is not None:
-            self._values[key] = Stashed(value, self._pops[key] + self._sent.count(key))
 
     def take(self, key: Key) -> Value:
         """Pop a value; the last pop removes it."""

@@ -23,7 +23,7 @@ from pipert._torch import node_count
 from pipert._typing import Value
 from pipert.autograd.weight_gradients import compute_later
 from pipert.batch.tensors import differentiable
-from pipert.layers.never_recompute import FromForward
+from pipert.layers.call import Compute
 from pipert.observe.backward import makers, watch_nodes
 from pipert.schedules.action import BACKWARD, FORWARD, RECOMPUTE, WEIGHT, Action
 from pipert.stage.backward import Gradients, differentiate_stage, gather, scatter
@@ -47,16 +47,13 @@ def forward(stage: Stage, i: int, x: Value) -> Value:
 
 def compute(stage: Stage, i: int, x: Value) -> Value:
     """Compute the layers, checkpointed or not, and in the last stage of a step the loss."""
-    layers = partial(_watched, stage) if stage.shared else stage.layers.forward
     with NOTHING if stage.stats is None else stage.stats.collecting():
-        if i >= stage.recomputed:
-            y = layers(i, None, x)
+        segments = stage.ends.checkpoint(stage.layers, i) if i < stage.recomputed else None
+        if stage.shared:
+            y = stage.layers.forward(i, segments, x, partial(_watched, stage))
+            stage.hand_on(i, stage.shared)
         else:
-            # They outlive the run, so they must reference neither the stage nor the run.
-            kept = stage.layers.to_recompute(i)
-            replay = partial(stage.layers.recompute, i, kept)
-            compute = partial(layers, i, kept)
-            y = stage.ends.checkpoint(replay, compute, x, not kept.exempt)
+            y = stage.layers.forward(i, segments, x)
     return y if stage.loss is None else stage.loss(i, y)
 
 
@@ -65,8 +62,8 @@ def recompute(stage: Stage, i: int, _: Value) -> None:
     cut = stage.cut
     assert cut is not None
     kept = cut.kept.get(i)
-    if kept is not None and kept.checkpoint is not None:
-        kept.checkpoint.refill(True)
+    if kept is not None and kept.segments is not None:
+        kept.segments.recompute(True)
 
 
 def backward(stage: Stage, i: int, dy: Gradients) -> Gradients:
@@ -91,10 +88,10 @@ def weight_gradients(stage: Stage, i: int, _: Value) -> None:
         cut.gradients.add(*stage.layers.backward(i, compute_later, later))  # hooks may draw
 
 
-def _watched(stage: Stage, i: int, kept: FromForward | None, x: Value) -> Value:
-    """Compute the layers; refuse changes of tensors in ``x`` that share memory."""
-    forward = partial(stage.layers.forward, i, kept)
-    return compute_watching(stage.shared, partial(stage.hand_on, i), forward, x)
+def _watched(stage: Stage, compute: Compute, x: Value) -> Value:
+    """Compute layers; refuse changes of tensors in ``x`` that share memory, and note those left."""
+    shared, stage.shared = stage.shared, {}
+    return compute_watching(shared, stage.shared.update, compute, x)
 
 
 def compute_recorded(stage: Stage, i: int, x: Value) -> Value:

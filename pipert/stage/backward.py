@@ -19,7 +19,7 @@ from pipert._torch import hooks_on_grad, tensor_hooks
 from pipert.autograd import order
 from pipert.autograd.engine import differentiate
 from pipert.autograd.leaves import Behind, accumulators, is_in_python, leaves_behind
-from pipert.autograd.recompute import Graph
+from pipert.autograd.segment import Graph
 from pipert.autograd.weight_gradients import PutOff
 from pipert.batch.tensors import alone
 from pipert.layers.nested_checkpoint import refuse_reentrant_checkpoint
@@ -65,8 +65,8 @@ def differentiate_stage(
 def _differentiate(
     stage: Stage, cut: StepBoundary, i: int, kept: Kept, dys: Gradients
 ) -> Gradients:
-    if kept.checkpoint is not None:
-        kept.checkpoint.in_step = partial(differentiate_recomputed, cut, i)
+    if kept.segments is not None:
+        kept.segments.in_step = partial(differentiate_recomputed, cut, i)
     dxs, leaves, gradients = differentiate_graph(stage, cut, i, kept.graph, dys)
     cut.copies.let_others_copy(i)  # before the sums: the copy needs none of them
     cut.gradients.add(leaves, gradients)

@@ -24,7 +24,7 @@ partition that stashed them; those that others pop accompany ``y`` and are sent 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -33,11 +33,12 @@ from torch import Tensor
 from pipert._torch import node_count
 from pipert._typing import Value
 from pipert.autograd import order, streams
-from pipert.autograd.checkpoint import Checkpoint, recompute_before
+from pipert.autograd.checkpoint import recompute_before
 from pipert.autograd.hooks import Hooks
-from pipert.autograd.recompute import Recomputation, Replay
 from pipert.autograd.transfer import Stream
 from pipert.batch.tensors import Carried, differentiable
+from pipert.layers.call import Layers
+from pipert.layers.segments import Segments
 from pipert.stage.copies import Copies
 
 
@@ -58,8 +59,8 @@ class CallBoundary:
     forks_last: bool
     """Whether the last micro-batch is forked, too, to wait for its turn."""
     _token: Tensor | None = None
-    _checkpoint: Checkpoint | None = None
-    """The checkpoint of the current micro-batch."""
+    _segments: Segments | None = None
+    """Those of the current micro-batch, if it is checkpointed."""
     _callers: int = field(default_factory=node_count)  # whose nodes have numbers below this
 
     def enter(self, i: int, x: Value) -> Value:
@@ -73,17 +74,15 @@ class CallBoundary:
             x = self._join(x)
         return x if copied is None else self._wait_for(i, copied, x)
 
-    def checkpoint(
-        self, replay: Replay, compute: Callable[[Value], Value], x: Value, is_whole: bool
-    ) -> Value:
-        """Compute ``x`` without keeping what the backward needs, which ``replay`` recomputes."""
+    def checkpoint(self, layers: Layers, i: int) -> Segments:
+        """Begin to checkpoint micro-batch ``i``; return what records it."""
         order.begin_numbers(self._callers)  # V2
-        self._checkpoint = Checkpoint(Recomputation(replay, self._hooks, is_whole))
-        return self._checkpoint.record(compute, x)
+        self._segments = layers.segments(i, self._hooks)
+        return self._segments
 
     def leave(self, i: int, y: Value) -> Value:
         """Prepare the output of the layers for sending."""
-        checkpoint, self._checkpoint = self._checkpoint, None
+        segments, self._segments = self._segments, None
         if self.copies.go_out:
             copying = self.copies.stream(i)
             if copying is not None:
@@ -94,8 +93,8 @@ class CallBoundary:
         ys, rebuild = differentiable(y)
         if not ys:
             return y
-        if checkpoint is not None:
-            ys = recompute_before(ys, checkpoint)
+        if segments is not None:
+            ys = recompute_before(ys, segments)
         if i != self._last or self._token is not None or self.forks_last:
             token, *ys = order.fork(i if self.in_turn else None, self._token, *ys)
             self._token = token if i != self._last else None
@@ -121,7 +120,7 @@ class CallBoundary:
     def drop(self) -> None:
         """Forget every micro-batch, since nobody waits for the run any more. From any thread."""
         self._token = None  # it holds the graph of all earlier micro-batches
-        self._checkpoint = None
+        self._segments = None
 
     def _join(self, x: Value) -> Value:
         """Tie the token to the first value that can take it, and to no other.

@@ -8,7 +8,7 @@ do it in parallel.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,13 +17,14 @@ from torch import Tensor
 from pipert._torch import node_count
 from pipert._typing import Value
 from pipert.autograd import order, streams
-from pipert.autograd.checkpoint import Checkpoint
 from pipert.autograd.order import begin_numbers
-from pipert.autograd.recompute import Edges, Graph, Recomputation, Replay, edges_of
+from pipert.autograd.segment import Edges, Graph, edges_of
 from pipert.autograd.weight_gradients import Later
 from pipert.batch.tensors import Carried, differentiable
 from pipert.batch.trees import CLOSED_TO_GRAPHS, ORDINARY, REMEDY, flatten, held_by
+from pipert.layers.call import Layers
 from pipert.layers.place import Place
+from pipert.layers.segments import Segments
 from pipert.schedules.action import WEIGHT
 from pipert.stage.copies import Copies
 from pipert.stage.gradients import Gradients
@@ -36,8 +37,8 @@ class Kept(NamedTuple):
 
     graph: Graph
     """From the loss or the outputs to the inputs."""
-    checkpoint: Checkpoint | None
-    """Recomputes the layers; ``None`` if they are not checkpointed."""
+    segments: Segments | None
+    """Recompute the layers; ``None`` if they are not checkpointed."""
     arriving: tuple[int, ...]
     """The number of differentiable tensors in each arriving skip."""
     leaving: tuple[int, ...]
@@ -64,8 +65,8 @@ class StepBoundary:
     """
 
     __slots__ = (
-        "_callers", "_checkpoint", "_devices", "_entered", "_first", "_hooks", "_is_last",
-        "_place", "_seed", "copies", "gradients", "kept", "later",
+        "_callers", "_devices", "_entered", "_first", "_hooks", "_is_last",
+        "_place", "_seed", "_segments", "copies", "gradients", "kept", "later",
         "puts_off", "step",
     )  # fmt: skip
 
@@ -89,7 +90,7 @@ class StepBoundary:
         self._seed = run.seed
         self.copies = copies
         self._entered = Entered((), ())
-        self._checkpoint: Checkpoint | None = None  # of the current micro-batch
+        self._segments: Segments | None = None  # of the current micro-batch
         self._callers = node_count()  # the caller's nodes have numbers below this
         self._first: int | None = None  # nodes made here have numbers from this on
 
@@ -108,21 +109,19 @@ class StepBoundary:
         self._entered = Entered(edges_of(xs), arriving)
         return rebuild(xs)
 
-    def checkpoint(
-        self, replay: Replay, compute: Callable[[Value], Value], x: Value, is_whole: bool
-    ) -> Value:
-        self._checkpoint = Checkpoint(Recomputation(replay, self._hooks, is_whole))
-        return self._checkpoint.record(compute, x)
+    def checkpoint(self, layers: Layers, i: int) -> Segments:
+        self._segments = layers.segments(i, self._hooks)
+        return self._segments
 
     def leave(self, i: int, y: Value) -> Value:
         (xs, arriving), self._entered = self._entered, Entered((), ())
-        checkpoint, self._checkpoint = self._checkpoint, None
+        segments, self._segments = self._segments, None
         self.copies.let_others_copy(i)
         ys, rebuild = differentiable(y)
         leaving = _counts(y.skips) if isinstance(y, Carried) else ()
         if ys:
             loss = ys[0] if self._is_last else None
-            self.kept[i] = Kept(Graph(xs, edges_of(ys)), checkpoint, arriving, leaving, loss)
+            self.kept[i] = Kept(Graph(xs, edges_of(ys)), segments, arriving, leaving, loss)
         if self._is_last:
             return Carried((), ()) if isinstance(y, Carried) else ()
         if not isinstance(y, Tensor):

@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from pipert import Pipe, RecomputationError, is_recomputing
-from pipert.autograd.checkpoint import Checkpoint, recompute_before
-from pipert.autograd.recompute import Recomputation
+from pipert.autograd.checkpoint import recompute_before
+from pipert.layers.effects import Effect, Effects
+from pipert.layers.place import Place
+from pipert.layers.segments import Segments
 from tests.pipes import pipe_of_layers
 
 same = torch.testing.assert_close
@@ -26,42 +28,27 @@ Compute = Callable[[Any], Any]
 Way = Callable[[Compute], Compute]
 
 
-class Replay:
-    """A recomputation that counts its calls and keeps its arguments."""
-
-    def __init__(self, compute: Compute) -> None:
-        self.compute = compute
-        self.values: list[Any] = []
-
-    def __call__(
-        self, get_value: Callable[[], Any], check: Callable[[Any], None], on_worker: bool
-    ) -> None:
-        with torch.enable_grad():
-            self.values.append(get_value())
-            y = self.compute(self.values[-1])
-        check(y)
-
-    @property
-    def calls(self) -> int:
-        return len(self.values)
+def replay(compute: Callable[[], None], on_worker: bool) -> None:
+    with torch.enable_grad():
+        compute()
 
 
-class Forgetful(Replay):
-    """A recomputation that keeps nothing alive."""
-
-    def __call__(
-        self, get_value: Callable[[], Any], check: Callable[[Any], None], on_worker: bool
-    ) -> None:
-        with torch.enable_grad():
-            y = self.compute(get_value())
-        check(y)
+def effect(name: str) -> Effect:
+    return Effect(Effects(at_end=False), Place(0, 1, 1, torch.device("cpu")), 0, name)
 
 
-def checkpointed(compute: Compute, value: Any, replay: Replay | None = None) -> Tensor:
+def recorded(
+    compute: Compute, value: Any, again: Compute | None = None
+) -> tuple[Tensor, weakref.ref[Segments]]:
+    segments = Segments(replay, effect, None)
+    y = segments.call("", compute, again or compute, None, value, copies=True)
+    (y,) = recompute_before((y,), segments)
+    return y, weakref.ref(segments)
+
+
+def checkpointed(compute: Compute, value: Any, again: Compute | None = None) -> Tensor:
     """Computes ``compute(value)``, one tensor, as a checkpointed partition does."""
-    checkpoint = Checkpoint(Recomputation(replay or Forgetful(compute), None))
-    (y,) = recompute_before((checkpoint.record(compute, value),), checkpoint)
-    return y
+    return recorded(compute, value, again)[0]
 
 
 def watched_storage(tensor: Tensor) -> Callable[[], bool]:
@@ -254,7 +241,7 @@ def test_a_tensor_of_a_layer_that_a_loss_uses_gets_its_gradient_beside_the_outpu
         middles.append(x.sin())
         return middles[-1].exp()
 
-    y = checkpointed(compute, x, Replay(lambda x: x.sin().exp()))
+    y = checkpointed(compute, x, lambda x: x.sin().exp())
     same(gradient(y + middles[0], x), x.cos() * (x.sin().exp() + 1))
 
 
@@ -269,7 +256,7 @@ def test_recomputation_comes_before_the_whole_backward() -> None:
         log.append("R")
         return compute(x)
 
-    gradient(checkpointed(compute, x, Replay(again)), x)
+    gradient(checkpointed(compute, x, again), x)
     assert log == ["R", "B"]
 
 
@@ -318,12 +305,6 @@ def test_second_derivative_is_that_of_the_computation(way: Way) -> None:
 
 
 # Rule 4: the graph owns what is needed to recompute.
-
-
-def recorded(compute: Compute, x: Tensor) -> tuple[Tensor, weakref.ref[Checkpoint]]:
-    checkpoint = Checkpoint(Recomputation(Forgetful(compute), None))
-    (y,) = recompute_before((checkpoint.record(compute, x),), checkpoint)
-    return y, weakref.ref(checkpoint)
 
 
 @ways
@@ -377,7 +358,7 @@ def test_input_from_inference_mode_is_recomputed() -> None:
 
 def refused(compute: Compute, again: Compute) -> str:
     x = leaf()
-    y = checkpointed(compute, x, Replay(again))
+    y = checkpointed(compute, x, again)
     with pytest.raises(RecomputationError) as error:
         gradient(y, x)
     return str(error.value)

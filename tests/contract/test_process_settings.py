@@ -22,6 +22,7 @@ import pipert
 from pipert import RecomputationError, is_recomputing
 from tests.contexts import Block
 from tests.contract.ways import CALL, Way, linear, piped, take_step
+from tests.layers import Apply
 
 DOCS = Path(__file__).parents[2] / "docs" / "contract.md"
 
@@ -216,7 +217,8 @@ def test_a_recomputation_with_another_kernel_for_attention_is_right(
 @pytest.mark.layered  # in any model each layer is recomputed by itself
 def test_another_kernel_for_attention_is_refused_where_the_graph_of_the_forward_stays() -> None:
     """By chance it saved as many tensors, and the kernel of the graph crashed with them."""
-    module = nn.Sequential(Attention(), pipert.never_recompute(linear(8, 8)), Attention())
+    scale = torch.ones((), dtype=torch.float64, requires_grad=True).exp()  # a graph of the caller's
+    module = nn.Sequential(Attention(), Apply(lambda x: x * scale), Attention())
     with pipert.Pipe(module, [3], devices=["cpu"], chunks=2, checkpoint="always") as pipe:
         with pytest.raises(RecomputationError, match="sdpa_kernel does if it is around one"):
             gradients(pipe, only(MATH))

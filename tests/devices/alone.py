@@ -201,7 +201,7 @@ class _Probe:
         xs.clear()
         if not self.skips:
             return [self._run(x)]
-        store = self.skips.store(arriving)
+        store = self.skips.store(self.skips.entries(arriving))
         del arriving
         token = of_task.set(store)
         try:

@@ -1,0 +1,374 @@
+"""A segment: what ``R[i,j]`` repeats as a whole, from ``F[i,j]`` to the graph of ``R[i,j]``.
+
+The standard non-reentrant checkpoint keeps the graph of the forward without its saved tensors, and
+the recomputation fills them in. It creates, fills and reads a Python object per saved tensor, which
+costs as much as a small operation. So:
+
+1. ``F[i,j]`` runs with grad enabled, as layers expect, and its graph saves numbers in place of
+   tensors. Only the inputs are saved. One node takes the place of the graph.
+2. ``R[i,j]`` computes the segment again, exactly like ``F`` of a micro-batch that is not
+   checkpointed, and keeps the graph. ``B[i,j]`` differentiates it.
+3. ``R`` must do what ``F`` did. Who calls the layers compares their outputs. Here the number of
+   nodes is compared, which costs nothing. Where it differs, ``R`` runs once more to count the
+   tensors it saves: a compiler or a cache does more work the first time, but saves the same
+   tensors. Other kernels for attention may save others, but where ``F``'s graph stays.
+4. An input that is the unchanged output of an earlier segment is not saved, but taken from the
+   repetition of that segment. Other inputs are saved as they were before the segment ran. One that
+   anything has changed since is refused, as autograd would.
+5. Where a layer uses a tensor of a graph of the caller's, the segment is not just a function of its
+   inputs and leaves. There the graph of ``F`` stays, and *Recompute* fills in its saved tensors
+   (and see :func:`.origins`).
+6. A layer may have kept a part of ``F``'s graph, such as a loss of its own. A backward from there
+   reads a number in place of a saved tensor, and recomputes on the spot.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from itertools import compress, count
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from pipert._torch import node_count, tensor_hooks
+from pipert._typing import Tensors, Value
+from pipert.autograd import order
+from pipert.autograd.checkpoint import (
+    Gate,
+    connect_inputs,
+    differentiate_partially,
+    is_needed,
+    proxy_of,
+    through_checkpoint,
+)
+from pipert.autograd.hooks import Forget, Hooks, refuse, refuse_transform
+from pipert.autograd.leaves import origins
+from pipert.batch.tensors import describe, differentiable, tensors_of, version
+from pipert.errors import RecomputationError
+
+T = TypeVar("T")
+Edges = tuple[GradientEdge, ...]
+
+
+other_kernels = ContextVar[Callable[[], str]]("pipert_other_kernels", default=str)
+"""Tells which kernels have been enabled or disabled since the forward; none if it returns ''."""
+
+
+class Graph(NamedTuple):
+    """The two ends of a graph within one stage, without the values there, which may be large.
+
+    Whatever the backward needs of those values, the graph has saved.
+    """
+
+    xs: Edges
+    """The differentiable inputs; those of arriving skips follow those of the value."""
+    ys: Edges
+    """The differentiable outputs; those of leaving skips follow those of the value. Or the loss."""
+
+
+def edges_of(tensors: Tensors) -> Edges:
+    """Return the tensors' positions in the graph, which keep it alive without the tensors."""
+    return tuple(map(order.edge_of, tensors))
+
+
+class Made(NamedTuple):
+    """An output tensor of a segment."""
+
+    tensor: weakref.ref[Tensor]
+    version: int
+    segment: weakref.ref[Segment]
+    k: int
+    """Its index among the segment's outputs."""
+
+
+class Group(Protocol):
+    """The segments that are recomputed together, in one ``R[i,j]``."""
+
+    hooks: Hooks
+    """The caller's saved-tensor hooks ``(pack, unpack)``, which see what ``R`` saves."""
+    in_step: Callable[..., Sequence[Tensor | None]] | None
+    """Differentiates a graph in ``B[i,j]`` of a step, which asks for all gradients."""
+
+    def recompute(self, on_worker: bool) -> None:
+        """Recompute all segments of the group."""
+
+    def one(self, segment: Segment, compute: Callable[[], T]) -> T:
+        """Run ``compute``, which recomputes one segment, as ``R[i,j]`` would."""
+
+
+class Segment:
+    """One segment, and the memory that its two nodes share.
+
+    Owned by the graph: by the *Checkpoint* node, or by the unpack hook of ``F``'s graph; and by
+    later segments that take an output of it. References no run, no thread and no later segment.
+
+    Args:
+        group: it is recomputed with these.
+        again: computes it again, in the context of the first time, with the same random numbers.
+        copies: whether the layers get copies of the inputs, so that the first may work in place.
+            Otherwise changes of inputs are refused.
+    """
+
+    __slots__ = (
+        "__weakref__", "_again", "_copies", "_graph", "_group", "_is_pair", "_nodes", "_origins",
+        "_rebuild", "_saved", "_saves", "_tensors", "_versions", "_wanting", "_xs", "is_used",
+        "outputs",
+    )  # fmt: skip
+
+    def __init__(self, group: Group, again: Callable[[Value], Value], copies: bool) -> None:
+        self._group = group
+        self._again = again
+        self._copies = copies
+        self._graph: Graph | None = None  # R's, until B
+        self._saved: dict[int, tuple[Any, int]] = {}  # R's, if F's graph was kept
+        self._is_pair = False
+        self._nodes = -1  # until the first computation is over
+        self.is_used = False
+        """Whether a later segment takes an output."""
+        self.outputs: Tensors = ()
+        """The outputs of the current repetition, if they are used."""
+
+    def record(
+        self, compute: Callable[[Value], Value], value: Value, made: dict[int, Made]
+    ) -> Value:
+        """Run ``compute(value)``, and replace its graph by one node if possible (rules 1 and 5).
+
+        Args:
+            compute: computes the segment for the first time.
+            value: the input, any pytree.
+            made: the outputs of earlier segments, by id.
+
+        Raises:
+            RuntimeError: a layer has changed an input, or put a hook on it.
+        """
+        tensors, self._rebuild = tensors_of(value)
+        given = self._save(tensors, made)
+        before_call = [] if self._copies else list(map(_state, tensors))
+        self._wanting = [k for k, tensor in enumerate(given) if tensor.requires_grad]
+        begins = [given[k].grad_fn or order.edge_of(given[k]).node for k in self._wanting]
+        forget = Forget(next, saves := count())
+        forget.hooks = self._group.hooks
+        before = node_count()
+        with torch.autograd.graph.saved_tensors_hooks(forget, self._take):
+            try:
+                y = compute(self._rebuild(tuple(given)) if self._copies else value)
+            except RuntimeError as error:
+                refuse_transform(error)
+                raise
+        nodes = range(before, node_count())
+        ys, rebuild = differentiable(y)
+        self._nodes, self._saves = len(nodes), next(saves)
+        if found := origins(ys, begins, nodes) if ys else None:
+            self._is_pair = True
+            self._xs = tuple([self._connection(tensors, k) for k in self._wanting])
+            ys = through_checkpoint(self, ys, self._xs, *found)
+        _refuse_changes(tensors, before_call)
+        return rebuild(ys)
+
+    def _save(self, tensors: Tensors, made: dict[int, Made]) -> Sequence[Tensor]:
+        """Save the inputs as they are now (rule 4); return the tensors to give the layers."""
+        self._origins: list[tuple[Segment, int] | None] = []
+        self._tensors, self._versions = list[Tensor](), list[int]()
+        for tensor in tensors:
+            found, now, origin = made.get(id(tensor)), version(tensor), None
+            if found is not None and found.tensor() is tensor and found.version == now:
+                origin = found.segment()
+            if found is not None and origin is not None:
+                origin.is_used = True
+                self._origins.append((origin, found.k))
+            else:
+                self._origins.append(None)
+                self._tensors.append(tensor.detach())
+                self._versions.append(now)
+        return [tensor.clone() for tensor in tensors] if self._copies else tensors
+
+    def _connection(self, tensors: Tensors, k: int) -> Tensor:
+        """Return what keeps the segment connected to the graph of an input."""
+        return tensors[k] if self._origins[k] is None else proxy_of(tensors[k])
+
+    def _fresh(self, gate: Gate | None = None) -> tuple[Value, Tensors]:
+        """Return the input, and its differentiable tensors: leaves, or connected through ``gate``.
+
+        Raises:
+            RuntimeError: an input was changed in place.
+        """
+        stored, tensors = zip(self._tensors, self._versions, strict=True), list[Tensor]()
+        for origin in self._origins:
+            if origin is None:
+                tensor, before = next(stored)
+                if version(tensor) != before:
+                    raise RuntimeError(
+                        "an input of a checkpointed partition was modified in place between its "
+                        f"forward and its recomputation: {describe(tensor)}; clone it before "
+                        "modifying it"
+                    )
+            else:
+                segment, k = origin
+                tensor = segment.outputs[k]
+            tensors.append(tensor.detach())
+        xs = tuple([tensors[k] for k in self._wanting])
+        if gate is None:
+            for x in xs:
+                x.requires_grad_()
+        elif xs:
+            xs = connect_inputs(gate, self._xs, xs)
+            for k, x in zip(self._wanting, xs, strict=True):
+                tensors[k] = x
+        given = map(Tensor.clone, tensors) if self._copies else tensors
+        return self._rebuild(tuple(given)), xs
+
+    def _compute(self, value: Value) -> Value:
+        y = self._again(value)
+        if self.is_used:
+            self.outputs = tensors_of(y)[0]
+        return y
+
+    def build(self, gate: Gate | None = None) -> Graph:
+        """Compute the segment again and return its graph.
+
+        Raises:
+            RecomputationError: the layers did something else than the first time.
+        """
+        value, tensors = self._fresh(gate)
+        xs, before = edges_of(tensors), node_count()
+        del tensors
+        y = self._compute(value)
+        is_other = node_count() - before != self._nodes and not other_kernels.get()()
+        graph = Graph(xs, edges_of(differentiable(y)[0]))
+        del value, y
+        if is_other:
+            self._fill()  # counts them
+        return graph
+
+    def _fill(self) -> dict[int, tuple[Any, int]]:
+        """Compute the segment again and return the tensors it saves, by number, with versions.
+
+        If the caller has saved-tensor hooks, the tensors are packed by them.
+
+        Raises:
+            RecomputationError: the layers did something else than the first time.
+        """
+        found: dict[int, tuple[Any, int]] = {}
+        pack = None if self._group.hooks is None else self._group.hooks[0]
+
+        def keep(tensor: Tensor) -> None:
+            kept = tensor.detach()
+            found[len(found)] = (kept if pack is None else pack(kept), tensor._version)
+
+        forget = Forget(keep)
+        forget.hooks = self._group.hooks
+        with torch.autograd.graph.saved_tensors_hooks(forget, refuse):
+            self._compute(self._fresh()[0])
+        if len(found) != self._saves:
+            raise RecomputationError(
+                f"a recomputation saved {len(found)} tensors and its forward {self._saves}{REMEDY}"
+            )
+        if changed := other_kernels.get()():  # those of F's graph may crash
+            raise RecomputationError(
+                f"{changed}, as torch.nn.attention.sdpa_kernel does if it is around one of "
+                "forward and backward only; put loss.backward() into the same block, or use "
+                "checkpoint='never'"
+            )
+        return found
+
+    def recompute(self) -> None:
+        """Compute the segment again, and keep what the next backward needs."""
+        if self._is_pair:
+            self._graph = self.build()
+        elif self._saves:
+            self._saved = self._fill()
+        elif self.is_used:
+            self.build()
+
+    @property
+    def is_missing(self) -> bool | None:
+        """Whether an imminent backward needs a recomputation; ``None`` if none does."""
+        if self._is_pair:  # with a graph of gradients, the segment is computed once more
+            return self._graph is None and not torch.is_grad_enabled()
+        return not self._saved if self._saves else None
+
+    def differentiate(self, dys: Sequence[Tensor | None], ctx: Any) -> list[Tensor | None]:
+        """Return the needed gradients of inputs and leaves, given those of the outputs."""
+        gate, create_graph = Gate(), torch.is_grad_enabled()
+        if create_graph:
+            graph = self._group.one(self, lambda: self.build(gate))
+        else:
+            if self._graph is None:  # a second backward
+                self._group.recompute(False)
+            assert self._graph is not None
+            graph = self._graph
+        self._graph = None
+        pairs = [(y, dy) for y, dy in zip(graph.ys, dys, strict=True) if dy is not None]
+        ys, given = zip(*pairs, strict=True)
+        in_step = self._group.in_step
+        # A leaf frozen since the forward gets no gradient, as without checkpointing.
+        needed = [True] * len(graph.xs) + [leaf.requires_grad for leaf in ctx.leaves]
+        if in_step is None:
+            asked_for = [is_needed(node) for node, _ in ctx.next_functions]
+            needed = [a and b for a, b in zip(needed, asked_for, strict=True)]
+        wanted: list[Any] = [*compress((*graph.xs, *ctx.leaves), needed)]
+        if in_step is not None and not create_graph:
+            found = in_step(ys, wanted, given)
+        else:
+            found = differentiate_partially(ctx.leaves, ys, wanted, given, create_graph)
+        gate.is_open = True
+        rest = iter(found)
+        return [next(rest) if is_needed else None for is_needed in needed]
+
+    def _take(self, number: int) -> Tensor:
+        """Return the tensor that ``F`` saved as ``number``, recomputing if necessary (rule 6)."""
+        if number not in self._saved:
+            if self._nodes < 0:
+                refuse(number)
+            if self._is_pair:
+                self._saved = self._group.one(self, self._fill)
+            else:
+                self._group.recompute(False)
+        value, version = self._saved.pop(number)
+        if self._group.hooks is not None:
+            return self._group.hooks[1](value)  # type: ignore[no-any-return]
+        tensor: Tensor = value
+        if tensor._version != version:
+            raise RuntimeError(
+                f"a tensor needed for gradient computation, {describe(tensor)}, was modified in "
+                "place by a later operation of the same partition; clone it there"
+            )
+        return tensor
+
+    def __repr__(self) -> str:
+        return f"<Segment of {len(self._origins)} inputs>"
+
+
+def _state(tensor: Tensor) -> tuple[int, int]:
+    """Return the version of a tensor, and the number of its hooks."""
+    hooks = len(tensor_hooks(tensor) or ()) + tensor.retains_grad if tensor.requires_grad else 0
+    return version(tensor), hooks
+
+
+def _refuse_changes(tensors: Tensors, before: Sequence[tuple[int, int]]) -> None:
+    for tensor, (number, hooks) in zip(tensors, before, strict=False):
+        now = _state(tensor)
+        if now[1] != hooks:
+            raise RuntimeError(
+                "a layer registers a hook on its argument, or retains its gradient, and would "
+                "do so again when it is recomputed; do that with a clone in the layer, in the "
+                "model's own code, or use checkpoint='never'"
+            )
+        if now[0] != number:
+            raise RuntimeError(
+                f"a layer changes its argument in place ({describe(tensor)}), which cannot be "
+                "undone when it is recomputed; use inplace=False there, a cut outside of the "
+                "module that calls it, or checkpoint='never'"
+            )
+
+
+REMEDY = (
+    "; layers must do the same when they run again: no counters, no random numbers from a "
+    "generator of their own, no buffer or mode that has changed, no dependence on what the "
+    "training loop changes, no parameter frozen or released in between. Otherwise exempt "
+    "the layer with pipert.never_recompute, or use checkpoint='never'"
+)
