@@ -112,9 +112,9 @@ class CheckpointedCalls:
         calls = ((call, weak()) for call, weak in self._calls)
         return next((found for call, found in calls if found is not None and call.saves), None)
 
-    def recompute(self, on_worker: bool) -> None:
+    def refill(self, on_worker: bool) -> None:
         """Recompute all calls: ``R[i,j]``."""
-        self._recompute(self._refill, on_worker)
+        self._recompute(self._refill_each, on_worker)
 
     def begin_backward(self, differentiate: Callable[..., Any]) -> None:
         """Let ``B[i,j]`` of a step differentiate the graphs of ``R[i,j]`` by this function."""
@@ -144,7 +144,7 @@ class CheckpointedCalls:
             for call, _ in self._calls:
                 call.outputs = None
 
-    def _refill(self) -> None:
+    def _refill_each(self) -> None:
         for call, weak in self._calls:
             checkpoint = weak()
             if checkpoint is not None:

@@ -51,8 +51,8 @@ T = TypeVar("T")
 class Whole(Protocol):
     """A group of checkpoints that are recomputed together, in one ``R[i,j]``."""
 
-    def recompute(self, on_worker: bool) -> None:
-        """Refill all checkpoints of the group."""
+    def refill(self, on_worker: bool) -> None:
+        """Compute all tasks of the group again."""
 
     def one(self, recomputation: Recomputation, compute: Callable[[], T]) -> T:
         """Run ``compute``, a ``recomputation`` of the group, as ``R[i,j]`` would."""
@@ -105,7 +105,7 @@ class Checkpoint:
         if self._whole is None:
             self.refill(False)
         elif self._graph is None if self._is_pair else not self._saved:
-            self._whole.recompute(False)
+            self._whole.refill(False)
 
     def _one(self, compute: Callable[[], T]) -> T:
         return compute() if self._whole is None else self._whole.one(self._recomputation, compute)
@@ -116,6 +116,10 @@ class Checkpoint:
             self._graph = self._recomputation.compute(on_worker)
         else:
             self._saved = self._recomputation.saved(on_worker)
+
+    def begin_backward(self, differentiate: Callable[..., Sequence[Tensor | None]]) -> None:
+        """Let ``B[i,j]`` of a step differentiate the graph of ``R[i,j]`` by this function."""
+        self.in_step = differentiate
 
     def differentiate(self, dys: Sequence[Tensor | None], ctx: Any) -> list[Tensor | None]:
         """Return the needed gradients of inputs and leaves, given those of the outputs."""
@@ -157,7 +161,7 @@ class Checkpoint:
             if self._is_pair or self._whole is None:
                 self._saved = self._one(lambda: self._recomputation.saved(False))
             else:
-                self._whole.recompute(False)
+                self._whole.refill(False)
         value, version = self._saved.pop(number)
         if self._recomputation.hooks is not None:
             return self._recomputation.hooks[1](value)  # type: ignore[no-any-return]

@@ -25,7 +25,7 @@ _LOSS_WAITS = (
 )
 _INPUT_WAITS = (
     "compute = streams.compute_stream(self._place.device)\n"
-    "            self.copies.transport.wait(i, x, compute, copied)"
+    "                self.copies.transport.wait(i, x, compute, copied)"
 )
 _GRADIENT_WAITS = (
     "compute = streams.compute_stream(self._place.device)\n"
@@ -68,18 +68,6 @@ OF_COPIES = [
         "source-of-another", COPIES, "the copy stream of this micro-batch, for reading",
         "source = self._run.streams.get(device, i)",
         "source = self._run.streams.get(device, i + 1)",
-    ),
-    Mutant(
-        "last-skip-decides", COPIES, "the wait for a skip, if the next one was not copied",
-        "copied = copied or target", "copied = target",
-    ),
-    Mutant(
-        "copied-skips-forgotten", COPIES, "the wait for skips, if the value was not copied",
-        "tuple(skips)), copied or target", "tuple(skips)), target",
-    ),
-    Mutant(
-        "copied-value-forgotten", COPIES, "the wait for the value, if no skip was copied",
-        "tuple(skips)), copied or target", "tuple(skips)), copied",
     ),
     Mutant(
         "arguments-not-awaited", COPIES, "the wait of the arguments' copy for the caller",
@@ -134,15 +122,6 @@ OF_CALLS = [
     Mutant(
         "compute-not-after-weights", IN_GRAPH, "compute's wait for copies of borrowed weights",
         "(copy,) = self._wait_for(i, copied, (copy,))", "pass",
-    ),
-    Mutant(
-        "skips-not-waited-for", IN_GRAPH, "the wait for skips, beside that for the value",
-        "skips = [self._wait_for(i, copied, skip) for skip in x.skips]", "skips = list(x.skips)",
-    ),
-    Mutant(
-        "value-not-waited-for", IN_GRAPH, "the wait for the value, beside that for skips",
-        "return Carried(self._wait_for(i, copied, x.value), tuple(skips))",
-        "return Carried(x.value, tuple(skips))",
     ),
     Mutant(
         "copy-waits-for-compute", IN_GRAPH, "the direction of compute's wait for a copy",
@@ -209,7 +188,7 @@ OF_STEPS = [
     ),
     Mutant(
         "output-not-after-compute", CUT, "the wait of an output's copy for compute",
-        "self.copies.let_others_copy(i)\n        ys, rebuild", "ys, rebuild",
+        "self.copies.let_others_copy(i)\n        ys, _", "ys, _",
     ),
     Mutant(
         "backward-not-after-copy", CUT, "the backward's wait for the copy of its gradient",
