@@ -58,8 +58,6 @@ class ModelRun:
     """Whether any layer might draw random numbers; in which partition it will is unknown."""
     graphs: dict[int, MicroBatchGraph] = field(default_factory=dict)
     """The graph of each micro-batch in a step."""
-    segments: dict[tuple[int, int], Segments] = field(default_factory=dict)
-    """By micro-batch and partition, those of a step, until they go backward."""
     called_in: dict[nn.Module, int] = field(default_factory=dict)
     """The partition that each layer was first called in."""
     copies_tensors: bool = field(init=False)
@@ -102,7 +100,8 @@ class ModelRun:
         """Forget all micro-batches."""
         self.inspection = None
         self.graphs.clear()
-        self.segments.clear()
+        if self.step is not None:
+            self.step.ledger.graphs.clear()
 
 
 class AroundLayers:
@@ -112,7 +111,7 @@ class AroundLayers:
         self._model_run = model_run
         self._i = i
         self._stage: Stage  # the current one, or the last
-        self._graph = MicroBatchGraph() if model_run.step is not None else None
+        self._graph = None if model_run.step is None else MicroBatchGraph(i, model_run.step.ledger)
         self._copies = TensorCopies(i, model_run.run) if model_run.copies_tensors else None
         self._intercept: Intercept | None = None
         if self._graph is not None or self._copies is not None:
@@ -173,7 +172,9 @@ class AroundLayers:
             y = map_tensors(y, self._intercept.bring)
             if (cut := self._stage.cut) is not None and self._graph is not None:
                 with self._intercept:
-                    self._graph.current.loss = cut.compute_loss(self._i, y)
+                    loss = cut.compute_loss(self._i, y)
+                if loss.requires_grad:
+                    cut.step.ledger.graphs[self._i, self._stage.place.j].loss = loss
                 y = ()
         self.end()
         if self._graph is not None:
@@ -193,10 +194,9 @@ class AroundLayers:
         if self._i < stage.recomputed:
             hooks = shared.run.context.saved_tensor_hooks
             self._segments = stage.layers.segments(self._i, hooks)
-            if self._graph is not None:
-                shared.segments[self._i, place.j] = self._segments
-        if self._graph is not None:
+        if self._graph is not None and shared.step is not None:
             self._graph.begin(place.j)
+            shared.step.ledger.graphs[self._i, place.j].segments = self._segments
         if self._copies is not None:
             self._copies.begin(stage)
         if self._recording is not None:
@@ -221,7 +221,7 @@ class AroundLayers:
         if self._graph is not None:
             self._graph.end()
         boundary = intercept.boundary
-        boundary.end(0 if self._graph is None else self._graph.current.first)
+        boundary.end(0 if self._graph is None else self._graph.first)
         if (copies := self._model_run.parameters) is not None:  # paused: no copies are taken
             is_lost, module = copies.are_changed(), self._model_run.module
             if boundary.changed and not is_lost:

@@ -103,7 +103,7 @@ class Intercept(TorchFunctionMode):
         if graph is not None and (node := tensor.grad_fn) is not None:
             number = sequence_nr(node)
             is_earlier = number in graph.earlier  # else this partition made it, or the caller
-            if number >= graph.current.first and base_of(tensor) is not None:
+            if number >= graph.first and base_of(tensor) is not None:
                 self.boundary.refuse_old_base(tensor, graph.earlier)
         is_elsewhere = self._copies is not None and self._copies.is_elsewhere(tensor)
         if not (is_earlier or is_elsewhere):

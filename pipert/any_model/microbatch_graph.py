@@ -1,20 +1,17 @@
-"""The graph of one micro-batch in a step, cut where tensors pass from partition to partition.
+"""Notes what crosses to another partition in a step of any model, and refuses what it cannot see.
 
 One thread makes and numbers all nodes of a micro-batch (but see rules 2 and 3 of
 ``autograd.leaves``). So the number of a tensor's node tells which partition has made the tensor.
-Where a later partition uses it, the graph is cut: a *boundary tensor*, with the same values but
-another graph, takes its place. ``B[i,j]`` keeps the boundary tensor's gradient for the ``B`` of the
-partition that made the tensor.
+Where a later partition uses it, the tensor crosses (``stage.ledger``): a *boundary tensor*, with
+the same values but another graph, takes its place.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.autograd.graph import Node, get_gradient_edge
 
 from pipert._torch import is_wrapped, node_count, sequence_nr
 from pipert._typing import Tensors, Value
@@ -22,92 +19,74 @@ from pipert.any_model.boundary_tensors import BoundaryTensors
 from pipert.autograd import order
 from pipert.autograd.leaves import Behind, leaves_behind
 from pipert.autograd.order import ENTERED
-from pipert.autograd.segment import edges_of
 from pipert.batch.tensors import differentiable
-
-Key = tuple[Node | None, int]
-"""A tensor's place in the graph."""
-
-
-@dataclass(slots=True, eq=False)
-class SourceTensor:
-    """A tensor that later partitions use, and the gradients that they have sent back."""
-
-    edge: GradientEdge | None
-    """The tensor's place in the graph; ``None`` for an input of the model."""
-    gradients: list[tuple[Tensor, int]] = field(default_factory=list)
-    """Each with the partition that sent it."""
-
-
-@dataclass(slots=True, eq=False)
-class PartitionGraph:
-    """What ``B[i,j]`` needs from ``F[i,j]``. Its nodes are numbered ``range(first, last)``."""
-
-    first: int
-    last: int
-    entries: list[tuple[GradientEdge, SourceTensor]] = field(default_factory=list)
-    """The edge at which each tensor of an earlier partition entered, and its source."""
-    sources: dict[Key, SourceTensor] = field(default_factory=dict)
-    """The tensors made in the partition and used by later ones, by place in the graph."""
-    loss: Tensor | None = None
+from pipert.stage.ledger import Ledger
 
 
 class MicroBatchGraph:
     """The graphs of one micro-batch's partitions.
 
     Used by the thread of the micro-batch, and later by the workers that carry out its ``B[i,j]``.
+
+    Args:
+        i: the micro-batch.
+        ledger: that of the step.
     """
 
-    def __init__(self) -> None:
-        self.partitions: dict[int, PartitionGraph] = {}
+    def __init__(self, i: int, ledger: Ledger) -> None:
+        self._i = i
+        self._ledger = ledger
         self.boundary = BoundaryTensors(cuts=True)
-        self.current = PartitionGraph(0, 0)
-        """The graph of the partition that is running, or the last one."""
+        self.j = self.first = 0
+        """The partition that is running, or the last one, and the number of its first node."""
         self.earlier = range(0)
         """The numbers of the nodes of earlier partitions. The caller's are lower."""
-        self._entered: list[PartitionGraph] = []  # those that were entered, in order
-        self._starts: list[int] = []  # the number of the first node of each
+        self._numbers: dict[int, range] = {}  # of the nodes of each partition that has ended
         self._mark = object()  # marks the nodes at which graphs begin as this micro-batch's
 
     def begin(self, j: int) -> None:
         """Begin partition ``j``."""
-        self.current = self.partitions[j] = PartitionGraph(node_count(), -1)
-        self._entered.append(self.current)
-        self._starts.append(self.current.first)
-        self.earlier = range(self._starts[0], self.current.first)
+        self.j, self.first = j, node_count()
+        start = next(iter(self._numbers.values())).start if self._numbers else self.first
+        self.earlier = range(start, self.first)
 
     def end(self) -> None:
         """End the partition."""
-        self.current.last = node_count()
+        self._numbers[self.j] = range(self.first, node_count())
 
     def enter_inputs(self, x: Value) -> Value:
         """Return the model's inputs with a graph that begins in partition 0."""
         xs, rebuild = differentiable(x)
-        if not xs:
-            return x
-        entered = self._begin_graph(xs)
-        self.current.entries += [(edge, SourceTensor(None)) for edge in edges_of(entered)]
-        return rebuild(entered)
+        return rebuild(self._cross(None, xs, xs)) if xs else x
 
     def enter(self, tensor: Tensor, value: Tensor) -> Tensor:
         """Return the boundary tensor, with the values of ``value``, of an earlier ``tensor``."""
-        key = tensor.grad_fn, tensor.output_nr
-        sources = self._made_in(sequence_nr(tensor.grad_fn)).sources
-        source = sources.get(key)
-        if source is None:
-            source = sources[key] = SourceTensor(order.edge_of(tensor))
-        (entered,) = self._begin_graph((value,))
-        self.current.entries.append((order.edge_of(entered), source))
+        number, origin = sequence_nr(tensor.grad_fn), None
+        for j, numbers in self._numbers.items():
+            if number in numbers:
+                origin = j
+        (entered,) = self._cross(origin, (tensor,), (value,))
         return entered
 
-    def refuse_unseen(self, part: PartitionGraph, behind: Behind) -> None:
+    def _cross(self, origin: int | None, tensors: Tensors, values: Tensors) -> Tensors:
+        entered = self._ledger.cross(self._i, self.j, origin, tensors, values)
+        entered[0].grad_fn.mark = self._mark  # type: ignore[union-attr]
+        return entered
+
+    def look_behind(self, j: int, ends: list[Node]) -> Behind:
+        """Return what is behind the ends of partition ``j``; refuse what has entered it unseen."""
+        behind = leaves_behind(ends, [order.ENTRANCE], self._numbers[j])
+        self._refuse_unseen(j, behind)
+        return behind
+
+    def _refuse_unseen(self, j: int, behind: Behind) -> None:
         """Refuse a graph that leads on where a tensor has entered unseen.
 
         Tensors do so through custom autograd functions, compiled code, transforms, objects and
         closures. The graph is not cut there: two partitions would go through the same nodes.
 
         Args:
-            part: the partition to go backward.
+            j: the partition to go backward.
             behind: what is behind its ends.
 
         Raises:
@@ -117,7 +96,7 @@ class MicroBatchGraph:
         for node in behind.nodes:
             if type(node) is ENTERED and getattr(node, "mark", self._mark) is not self._mark:
                 raise RuntimeError(_KEPT)
-        earlier = range(self._starts[0], part.first)
+        earlier = range(next(iter(self._numbers.values())).start, self._numbers[j].start)
         if any(sequence_nr(node) in earlier for node in behind.others):
             raise RuntimeError(
                 "a partition uses a tensor that an earlier one has made, where a step of a pipe "
@@ -141,8 +120,8 @@ class MicroBatchGraph:
         Raises:
             RuntimeError: an input is beyond a cut.
         """
-        entries = [entry for part in self.partitions.values() for entry in part.entries]
-        cut = {edge.node: source.edge for edge, source in entries}
+        graphs = [self._ledger.graphs[self._i, j] for j in (*self._numbers, self.j)]
+        cut = {c.entered.node: c.left for graph in graphs for c in graph.entered}
         wanted = set(_nodes(inputs))
         found = _reachable(_nodes(outputs), stop=_nodes(brought))
         while ends := [edge.node for node in found if (edge := cut.get(node)) is not None]:
@@ -154,15 +133,6 @@ class MicroBatchGraph:
                     "do only after the loss is computed; call the pipe and loss.backward(), or cut "
                     "elsewhere"
                 )
-
-    def _begin_graph(self, xs: Tensors) -> Tensors:
-        entered = order.enter(xs)
-        entered[0].grad_fn.mark = self._mark  # type: ignore[union-attr]
-        return entered
-
-    def _made_in(self, number: int) -> PartitionGraph:
-        """Return the partition in which the node with this number was made."""
-        return self._entered[bisect_right(self._starts, number) - 1]
 
 
 def _nodes(tensors: Iterable[Tensor]) -> list[Node]:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 from torch import nn
+from torch.autograd.graph import Node
 
 from pipert._typing import Value
 from pipert.any_model.around_layers import ModelRun
+from pipert.any_model.microbatch_graph import MicroBatchGraph
 from pipert.any_model.microbatch_thread import MicroBatchThreads
 from pipert.any_model.model_actions import ModelActions
 from pipert.any_model.model_layers import ModelLayers
 from pipert.any_model.shared_state import SharedState
+from pipert.autograd.leaves import Behind
 from pipert.layers.batchnorm import DeferredStats
 from pipert.layers.intercepted import intercept, is_unseen, release
 from pipert.model.cuts import lookup
@@ -70,6 +73,8 @@ class AnyModel:
         for stage in stages:
             stage.borrowed = ()  # they are copied in the partition that uses them
             stage.ends.copies.come_in |= len(set(run.devices)) > 1
+            if stage.cut is not None:
+                stage.cut.look = partial(_look_behind, model_run.graphs)
             if isinstance(stage.ends, CallBoundary):  # no tokens: turns fix the order
                 stage.ends.in_turn = stage.ends.forks_last = True
         model_run.draws = any(stage.layers.draws for stage in stages)
@@ -103,6 +108,12 @@ class AnyModel:
     def to_end(self) -> Callable[[], None]:
         """Return a function that stops the threads and the interception. Keeps no module alive."""
         return partial(_end, self.threads, weakref.WeakSet(self.layers))
+
+
+def _look_behind(
+    graphs: Mapping[int, MicroBatchGraph], i: int, j: int, ends: list[Node]
+) -> Behind:
+    return graphs[i].look_behind(j, ends)
 
 
 def _end(threads: MicroBatchThreads, layers: Iterable[nn.Module]) -> None:

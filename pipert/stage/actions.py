@@ -3,10 +3,12 @@
 A worker takes each action as a ``stage.Task``: it receives the input from a link, calls the
 function below, and sends the result over a link::
 
-    F[i,j]   x from stage j-1    forward      y to stage j+1
-    R[i,j]                       recompute
-    B[i,j]   dy from stage j+1   backward     dx to stage j-1
-    W[i,j]                       weight_gradients
+    F[i,j]   x from stage j-1             forward      y to stage j+1
+    R[i,j]                                recompute
+    B[i,j]   that B[i,j+1] is done        backward     that B[i,j] is done
+    W[i,j]                                weight_gradients
+
+Gradients wait in the ledger of the step for the partition that made the tensor.
 
 ``R``, ``B`` and, under some schedules, ``W`` are actions of a step. In a call, ``R`` is a node of
 the graph, and ``B`` autograd's own walk along it.
@@ -26,7 +28,7 @@ from pipert.batch.tensors import differentiable
 from pipert.layers.call import Compute
 from pipert.observe.backward import makers, watch_nodes
 from pipert.schedules.action import BACKWARD, FORWARD, RECOMPUTE, WEIGHT, Action
-from pipert.stage.backward import Gradients, differentiate_stage, gather, scatter
+from pipert.stage.backward import begin, differentiate_partition
 from pipert.stage.shared_memory import compute_watching
 from pipert.stage.stage import Execute, Stage
 from pipert.workers.context import NOTHING
@@ -36,12 +38,12 @@ def forward(stage: Stage, i: int, x: Value) -> Value:
     """Carry out ``F[i,j]``: turn the input of the stage into its output."""
     if stage.borrowed:
         stage.borrow(i)  # parameters that live on other devices
-    if stage.skips is not None or not isinstance(x, Tensor):
-        x = stage.with_arriving_skips(i, x)
-    x = stage.ends.enter(i, x)  # copied here; in a call tied to F[i-1,j], in a step cut off
+    # Copied here; in a call tied to F[i-1,j], in a step cut off.
+    is_plain, ends = stage.skips is None and isinstance(x, Tensor), stage.ends
+    x = ends.cross(i, x, ends.copies.previous) if is_plain else stage.enter(i, x)
     is_recorded = stage.run.notifier.recorder is not None
     y = compute_recorded(stage, i, x) if is_recorded else compute(stage, i, x)
-    y = stage.ends.leave(i, y)  # in a call with a node for R[i,j]; in a step cut off
+    y = ends.leave(i, y)  # in a call with a node for R[i,j]
     return y if stage.skips is None else stage.without_leaving_skips(i, y)
 
 
@@ -61,21 +63,22 @@ def recompute(stage: Stage, i: int, _: Value) -> None:
     """Carry out ``R[i,j]`` of a step: build the graph that a checkpointed ``F[i,j]`` has not."""
     cut = stage.cut
     assert cut is not None
-    kept = cut.kept.get(i)
-    if kept is not None and kept.segments is not None:
-        kept.segments.recompute(True)
+    graph = cut.step.ledger.graphs.get((i, stage.place.j))
+    if graph is not None and graph.segments is not None:
+        graph.segments.recompute(True)
 
 
-def backward(stage: Stage, i: int, dy: Gradients) -> Gradients:
-    """Carry out ``B[i,j]`` of a step: turn the gradients of outputs into those of inputs."""
-    cut = stage.cut
+def backward(stage: Stage, i: int, _: Value) -> Value:
+    """Carry out ``B[i,j]`` of a step: go back from the loss and from what later partitions used."""
+    cut, notifier, j = stage.cut, stage.run.notifier, stage.place.j
     assert cut is not None
-    kept = cut.kept.pop(i, None)
-    if kept is None:
-        return ()
-    dys = gather(stage, cut, i, dy, kept)  # of the output and of leaving skips, or of the loss
-    dxs = differentiate_stage(stage, cut, i, kept, dys)  # sums up those of the weights
-    return scatter(stage, cut, i, dxs, kept)  # those of arriving skips go straight back
+    graph = cut.step.ledger.graphs.pop((i, j), None)
+    if graph is not None:
+        ys, dys = begin(cut, i, graph)
+        action, is_recorded = Action(BACKWARD, i, j), notifier.recorder is not None
+        with notifier.recorded(action, stage.place.device) if is_recorded else NOTHING:
+            stage.layers.backward(i, differentiate_partition, stage, cut, i, graph, ys, dys)
+    return ()
 
 
 def weight_gradients(stage: Stage, i: int, _: Value) -> None:

@@ -1,4 +1,4 @@
-"""Differentiates a stage in ``B[i,j]`` of a step: gathers, differentiates, scatters gradients."""
+"""Differentiates the graph of a partition in ``B[i,j]`` of a step."""
 
 from __future__ import annotations
 
@@ -7,102 +7,85 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from itertools import chain
+from itertools import chain, groupby
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node
 
 from pipert._torch import hooks_on_grad, tensor_hooks
 from pipert.autograd import order
 from pipert.autograd.engine import differentiate
 from pipert.autograd.leaves import Behind, accumulators, is_in_python, leaves_behind
-from pipert.autograd.segment import Graph
 from pipert.autograd.weight_gradients import PutOff
 from pipert.batch.tensors import alone
 from pipert.layers.nested_checkpoint import refuse_reentrant_checkpoint
-from pipert.schedules.action import BACKWARD, Action
 from pipert.stage.gradients import Gradients as Sums
+from pipert.stage.ledger import PartitionGraph
 from pipert.stage.stage import Stage
-from pipert.stage.step_boundary import Kept, StepBoundary
+from pipert.stage.step_boundary import StepBoundary
 from pipert.workers.context import NOTHING
 
 Gradients = Sequence[Tensor | None]
-Look = Callable[[list[Node]], Behind]
+Edges = Sequence[Any]
 
 
-def gather(
-    stage: Stage, cut: StepBoundary, i: int, dy: Gradients, kept: Kept
-) -> list[Tensor | None]:
-    """Return the gradient of each output, brought from the stages that used it."""
-    if kept.loss is not None:
-        return [cut.step.loss.gradient_of(i, kept.loss)]
-    gathered = cut.bring_gradients(i, dy, stage.place.j + 1)
-    if not gathered:
-        gathered = [None] * (len(kept.graph.ys) - sum(kept.leaving))
-    for (key, k), count in zip(stage.leaving, kept.leaving, strict=True):
-        skip_gradients = stage.run.skips.receive_back(key, i, k) or [None] * count
-        gathered += cut.bring_gradients(i, skip_gradients, k)
-    return gathered
+def begin(cut: StepBoundary, i: int, graph: PartitionGraph) -> tuple[list[Any], list[Tensor]]:
+    """Return the edges at which ``B[i,j]`` begins, with gradients: the loss, and what has left.
 
-
-def differentiate_stage(
-    stage: Stage, cut: StepBoundary, i: int, kept: Kept, dys: Gradients
-) -> Gradients:
-    """Return the gradients of the inputs; add those of the weights to the sums. Record it."""
-    notifier = stage.run.notifier
-    dxs: Gradients
-    if notifier.recorder is None:
-        dxs = stage.layers.backward(i, _differentiate, stage, cut, i, kept, dys)
-    else:
-        with notifier.recorded(Action(BACKWARD, i, stage.place.j), stage.place.device):
-            dxs = stage.layers.backward(i, _differentiate, stage, cut, i, kept, dys)
-    return dxs
-
-
-def _differentiate(
-    stage: Stage, cut: StepBoundary, i: int, kept: Kept, dys: Gradients
-) -> Gradients:
-    if kept.segments is not None:
-        kept.segments.in_step = partial(differentiate_recomputed, cut, i)
-    dxs, leaves, gradients = differentiate_graph(stage, cut, i, kept.graph, dys)
-    cut.copies.let_others_copy(i)  # before the sums: the copy needs none of them
-    cut.gradients.add(leaves, gradients)
-    return dxs
-
-
-def differentiate_graph(
-    stage: Stage, cut: StepBoundary, i: int, graph: Graph, dys: Gradients, look: Look | None = None
-) -> tuple[Gradients, Sequence[Tensor], Gradients]:
-    """Return the gradients of the graph's inputs; its leaves, and their gradients.
-
-    In a plan with ``W[i,j]``, what that will compute is noted, and left out. ``look`` finds what is
-    behind the outputs; by default the nodes made in the stage are its own.
+    The latest partition that used a tensor comes first, as in the plain module's backward.
     """
-    pairs = [(y, dy) for y, dy in zip(graph.ys, dys, strict=True) if dy is not None]
-    if not pairs:
-        return (None,) * len(graph.xs), (), ()
-    ys, given = zip(*pairs, strict=True)
+    ys, dys = list[Any](), list[Tensor]()
+    if graph.loss is not None:
+        ys.append(order.edge_of(graph.loss))
+        dys.append(cut.step.loss.gradient_of(i, graph.loss))
+    for origin, crossings in groupby(reversed(graph.left), attrgetter("j")):
+        pairs = [(c.left, c.gradient) for c in crossings if c.gradient is not None]
+        if pairs:
+            edges, gradients = zip(*pairs, strict=True)
+            ys += edges
+            dys += cut.bring_gradients(i, gradients, origin)
+    graph.left.clear()  # else gradients on other devices would stay until the end
+    return ys, dys
+
+
+def differentiate_partition(
+    stage: Stage, cut: StepBoundary, i: int, graph: PartitionGraph, ys: Edges, dys: Sequence[Tensor]
+) -> None:
+    """Note the gradients of what has entered; add those of the weights to the sums.
+
+    In a plan with ``W[i,j]``, what that will compute is noted, and left out.
+    """
+    if not ys:
+        return
+    if graph.segments is not None:
+        graph.segments.in_step = partial(differentiate_recomputed, cut, i)
     ends = list(map(_node, ys))
-    if look is None:
+    if cut.look is None:
         behind = leaves_behind(ends, [order.ENTRANCE], cut.numbers())
     else:
-        behind = look(ends)
+        behind = cut.look(i, stage.place.j, ends)
     leaves = behind.leaves
     refuse_hooked(cut, leaves)
     run = partial(gradients_of, stage, behind)
+    xs = [crossing.entered for crossing in graph.entered]
     if cut.puts_off:
         later = cut.later.setdefault(i, [])  # what is recomputed on the way adds to it
         put_off = PutOff(behind, ends)
         leaves = put_off.leaves
-        found, own = put_off.differentiate(run, (*graph.xs, *leaves), ys, given)
+        found, own = put_off.differentiate(run, (*xs, *leaves), ys, dys)
         later += own
     else:
-        found = run((*graph.xs, *leaves), ys, given)
-    k = len(graph.xs)
-    return tuple([None if dx is None else alone(dx) for dx in found[:k]]), leaves, found[k:]
+        found = run((*xs, *leaves), ys, dys)
+    dxs = [None if dx is None else alone(dx) for dx in found[: len(xs)]]
+    found = found[len(xs) :]
+    for crossing, dx in zip(graph.entered, dxs, strict=True):
+        crossing.gradient = dx
+    if stage.place.j == 0:
+        cut.step.input_gradients[i] = dxs
+    cut.copies.let_others_copy(i)  # before the sums: the copy needs none of them
+    cut.gradients.add(leaves, found)
 
 
 _node: Callable[[Any], Any] = attrgetter("node")
@@ -176,18 +159,6 @@ def refuse_hooked(cut: StepBoundary, leaves: Iterable[Tensor]) -> None:
                 "a custom autograd function uses, or what is no parameter of a layer. Use "
                 "register_post_accumulate_grad_hook, or loss.backward()"
             )
-
-
-def scatter(stage: Stage, cut: StepBoundary, i: int, dxs: Gradients, kept: Kept) -> Gradients:
-    """Send the gradients of skips to the stages that stashed them; return those of the value."""
-    start = len(dxs) - sum(kept.arriving)
-    value, rest = dxs[:start], dxs[start:]
-    for (key, _), count in zip(stage.arriving, kept.arriving, strict=True):
-        stage.run.skips.send_back(key, i, stage.place.j, rest[:count])
-        rest = rest[count:]
-    if stage.place.j == 0:
-        cut.step.input_gradients[i] = value
-    return value
 
 
 def weights_beside(partitions: Iterable[nn.Module], modules: Iterable[Any]) -> list[Tensor]:

@@ -36,7 +36,7 @@ from pipert.autograd import order, streams
 from pipert.autograd.checkpoint import recompute_before
 from pipert.autograd.hooks import Hooks
 from pipert.autograd.transfer import Stream
-from pipert.batch.tensors import Carried, differentiable
+from pipert.batch.tensors import differentiable
 from pipert.layers.call import Layers
 from pipert.layers.segments import Segments
 from pipert.stage.copies import Copies
@@ -63,14 +63,12 @@ class CallBoundary:
     """Those of the current micro-batch, if it is checkpointed."""
     _callers: int = field(default_factory=node_count)  # whose nodes have numbers below this
 
-    def enter(self, i: int, x: Value) -> Value:
-        """Prepare the input of micro-batch ``i`` for the layers."""
+    def cross(self, i: int, x: Value, origin: int | None) -> Value:
+        """Bring a value here from partition ``origin``, or the caller, for the layers."""
         copied = None
         if self.copies.come_in:
-            x, copied = self.copies.bring_input(i, x)
-        if isinstance(x, Carried):
-            x = Carried(self._join(x.value), tuple([self._join(skip) for skip in x.skips]))
-        elif self._token is not None:
+            x, copied = self.copies.bring(i, x, origin)
+        if self._token is not None and origin == self.copies.previous:  # not a skip
             x = self._join(x)
         return x if copied is None else self._wait_for(i, copied, x)
 
@@ -123,12 +121,10 @@ class CallBoundary:
         self._segments = None
 
     def _join(self, x: Value) -> Value:
-        """Tie the token to the first value that can take it, and to no other.
+        """Tie the token to the input, and to no skip.
 
         If two values passed through one node, a backward that needs one of them would enter both.
         """
-        if self._token is None:
-            return x
         xs, rebuild = differentiable(x)
         if not xs:
             return x  # a token that is not taken goes into the fork
@@ -137,8 +133,5 @@ class CallBoundary:
 
     def _wait_for(self, i: int, copied: Stream, x: Value) -> Value:
         """Make the compute stream wait for the copy; in the backward, the copy for compute."""
-        if isinstance(x, Carried):
-            skips = [self._wait_for(i, copied, skip) for skip in x.skips]
-            return Carried(self._wait_for(i, copied, x.value), tuple(skips))
         compute = streams.compute_stream(self._device)
         return self.copies.transport.wait(i, x, compute, copied)

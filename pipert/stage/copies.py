@@ -16,7 +16,7 @@ from torch import Tensor
 from pipert._typing import Tensors, Value
 from pipert.autograd import streams, transfer
 from pipert.autograd.transfer import Stream
-from pipert.batch.tensors import Carried, differentiable, select
+from pipert.batch.tensors import differentiable, select
 from pipert.skip.routes import PartitionSkips
 from pipert.stage.run import Run
 
@@ -95,9 +95,9 @@ class Copies:
     def __init__(self, run: Run, j: int, skips: PartitionSkips, transport: Transport) -> None:
         self._run = run
         self._device = run.devices[j]
-        self._skips = skips
         self.transport = transport
-        self._previous = j - 1 if j > 0 else None
+        self.previous = j - 1 if j > 0 else None
+        """The partition that the input comes from; ``None`` for the caller."""
         sources = [*range(j)[-1:], *[k for _, k in skips.arriving]]
         readers = [*range(len(run.devices))[j + 1 : j + 2], *[k for _, k in skips.leaving]]
         # Whether values come, or may come, from other devices, and whether others copy from here.
@@ -107,21 +107,6 @@ class Copies:
     def stream(self, i: int) -> Stream:
         """Return the copy stream of micro-batch ``i`` on this device; ``None`` on CPU."""
         return self._run.streams.get(self._device, i)
-
-    def bring_input(self, i: int, x: Value) -> tuple[Value, Stream]:
-        """Bring an input here; also return the stream to wait for before it is read, or ``None``.
-
-        Skips come first: they have been ready for longer.
-        """
-        if not isinstance(x, Carried):
-            return self.bring(i, x, self._previous)
-        copied, skips = None, []
-        for (_, source), skip in zip(self._skips.arriving, x.skips, strict=True):
-            skip, target = self.bring(i, skip, source)
-            copied = copied or target
-            skips.append(skip)
-        value, target = self.bring(i, x.value, self._previous)
-        return Carried(value, tuple(skips)), copied or target
 
     def bring(self, i: int, x: Value, origin: int | None) -> tuple[Value, Stream]:
         """Bring a value to this device from partition ``origin``, or from the caller if ``None``.

@@ -1,7 +1,8 @@
 """Carries values from stage to stage within one run.
 
-A stage has a link for its inputs and one for its outputs, and in a step the same for gradients.
-Skips have links of their own, straight from the stashing stage to the popping one.
+A stage has a link for its inputs and one for its outputs, and in a step the same in the opposite
+direction, which tell that ``B`` of the next stage is done. Skips go straight from the stashing
+stage to the popping one.
 
 A link ends with its run. It never tells micro-batches apart: all stages have them in the same order
 (rule 4 of ``schedules.plan``), so a FIFO is enough. Only the inputs from the caller, who has them
@@ -11,10 +12,8 @@ all at once, are received by number.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
-
-from torch import Tensor
 
 from pipert._typing import Value
 from pipert.queues.closable import ClosableQueue, QueueClosed
@@ -86,17 +85,16 @@ def to_caller(outputs: list[Value]) -> Link:
 
 
 class SkipLinks:
-    """The links of one run for skips and their gradients.
+    """The skips of one run that are on their way.
 
     A stage sends its leaving skips before its output, so they have arrived when a later stage has
-    received its input; likewise for gradients. Each is received once; what is left is dropped with
-    the run. Thread-safe, since operations on a dict are atomic.
+    received its input. Each is received once; what is left is dropped with the run. Thread-safe,
+    since operations on a dict are atomic.
     """
 
     def __init__(self) -> None:
         # By skip, micro-batch and popping stage.
         self._values: dict[tuple[Key, int, int], Stashed] = {}
-        self._gradients: dict[tuple[Key, int, int], Sequence[Tensor | None]] = {}
 
     def send(self, key: Key, i: int, k: int, value: Value) -> None:
         """Send a skip of micro-batch ``i`` to stage ``k``."""
@@ -110,18 +108,9 @@ class SkipLinks:
         """
         return self._values.pop((key, i, k)).get(key)
 
-    def send_back(self, key: Key, i: int, k: int, gradients: Sequence[Tensor | None]) -> None:
-        """Send back the gradients of what stage ``k`` has received."""
-        self._gradients[key, i, k] = gradients
-
-    def receive_back(self, key: Key, i: int, k: int) -> Sequence[Tensor | None] | None:
-        """Receive the gradients of what was sent to stage ``k``; ``None`` if there are none."""
-        return self._gradients.pop((key, i, k), None)
-
     def clear(self) -> None:
         """Drop what nobody will receive."""
         self._values.clear()
-        self._gradients.clear()
 
     def __repr__(self) -> str:
-        return f"<SkipLinks, {len(self._values)} skips and {len(self._gradients)} gradients>"
+        return f"<SkipLinks, {len(self._values)} skips>"

@@ -64,7 +64,10 @@ class How(NamedTuple):
 
 
 class Links(NamedTuple):
-    """The links of one stage, for inputs and outputs, and in a step for their gradients."""
+    """The links of one stage, for inputs and outputs.
+
+    In a step also those that tell which ``B`` is done; gradients wait in the ledger.
+    """
 
     x: Link
     y: Link
@@ -140,13 +143,18 @@ class Stage:
             self._copies.copy_of(weight, self.place.j, partial(self.ends.borrow, i))
         self.layers.copies = self._copies
 
-    def with_arriving_skips(self, i: int, x: Value) -> Value:
-        """Return input ``x`` with the skips that arrive, if any; find what shares memory in it."""
-        if self.skips is not None:
-            skips = [self.run.skips.receive(key, i, self.place.j) for key, _ in self.arriving]
-            x = Carried(x, tuple(skips))
-        self.shared = find_shared(x) | self.run.handed_on.pop((i, self.place.j), {})
-        return x
+    def enter(self, i: int, x: Value) -> Value:
+        """Bring the input here, and the skips that arrive with it; find what shares memory.
+
+        The input comes last, so that a backward goes on with its gradient first.
+        """
+        skips = [self.run.skips.receive(key, i, self.place.j) for key, _ in self.arriving]
+        shared = find_shared(x if self.skips is None else Carried(x, tuple(skips)))
+        self.shared = shared | self.run.handed_on.pop((i, self.place.j), {})
+        for number, (_, k) in enumerate(self.arriving):
+            skips[number] = self.ends.cross(i, skips[number], k)
+        x = self.ends.cross(i, x, self.ends.copies.previous)
+        return x if self.skips is None else Carried(x, tuple(skips))
 
     def without_leaving_skips(self, i: int, y: Value) -> Value:
         """Send the skips that leave with output ``y`` to the stages that pop them; return it."""

@@ -13,6 +13,7 @@ from pipert._typing import Tensors, Value
 from pipert.autograd.leaves import leaves_behind
 from pipert.batch.joining import gather
 from pipert.stage.gradients import Arriving, Gradients, delivery, gathered
+from pipert.stage.ledger import Ledger
 from pipert.stage.loss import Loss
 
 
@@ -32,6 +33,7 @@ class Step:
     keep_outputs: bool = False
     beside: Callable[[], Iterable[Tensor]] = tuple
     """Returns the weights that no partition has: of the model's own code, and of the loss."""
+    ledger: Ledger = field(default_factory=Ledger)
     losses: dict[int, Tensor] = field(default_factory=dict)
     """What each micro-batch adds to the loss of the mini-batch, or to its sum."""
     outputs: dict[int, Value] = field(default_factory=dict)
@@ -60,7 +62,7 @@ class Step:
     def drop(self) -> None:
         """Drop everything, since nobody waits for it; a task may still be executing."""
         self.inputs.clear()
-        for kept in (self.losses, self.outputs, self.input_gradients):
+        for kept in (self.losses, self.outputs, self.input_gradients, self.ledger.graphs):
             kept.clear()
 
     def commit(self, sums: Sequence[Gradients]) -> Tensor:

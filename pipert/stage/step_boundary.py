@@ -8,17 +8,18 @@ do it in parallel.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 
 from pipert._torch import node_count
-from pipert._typing import Value
-from pipert.autograd import order, streams
+from pipert._typing import Tensors, Value
+from pipert.autograd import streams
+from pipert.autograd.leaves import Behind
 from pipert.autograd.order import begin_numbers
-from pipert.autograd.segment import Edges, Graph, edges_of
 from pipert.autograd.weight_gradients import Later
 from pipert.batch.tensors import Carried, differentiable
 from pipert.batch.trees import CLOSED_TO_GRAPHS, ORDINARY, REMEDY, flatten, held_by
@@ -31,27 +32,8 @@ from pipert.stage.gradients import Gradients
 from pipert.stage.run import Run
 from pipert.stage.step import Step
 
-
-class Kept(NamedTuple):
-    """What ``B[i,j]`` needs from ``F[i,j]``."""
-
-    graph: Graph
-    """From the loss or the outputs to the inputs."""
-    segments: Segments | None
-    """Recompute the layers; ``None`` if they are not checkpointed."""
-    arriving: tuple[int, ...]
-    """The number of differentiable tensors in each arriving skip."""
-    leaving: tuple[int, ...]
-    """The number of differentiable tensors in each leaving skip."""
-    loss: Tensor | None
-    """The only output of the last stage; ``None`` in the others."""
-
-
-class Entered(NamedTuple):
-    """The inputs of the current micro-batch."""
-
-    xs: Edges
-    arriving: tuple[int, ...]
+Look = Callable[[int, int, list[Node]], Behind]
+"""Finds what is behind the ends of the graph of a micro-batch, in a partition."""
 
 
 class StepBoundary:
@@ -65,9 +47,8 @@ class StepBoundary:
     """
 
     __slots__ = (
-        "_callers", "_devices", "_entered", "_first", "_hooks", "_is_last",
-        "_place", "_seed", "_segments", "copies", "gradients", "kept", "later",
-        "puts_off", "step",
+        "_callers", "_first", "_hooks", "_place", "_seed", "_segments", "copies",
+        "gradients", "later", "look", "puts_off", "step",
     )  # fmt: skip
 
     def __init__(
@@ -75,7 +56,6 @@ class StepBoundary:
     ) -> None:
         self.step = step
         self.gradients = Gradients()
-        self.kept: dict[int, Kept] = {}
         # Saved-tensor hooks of the caller would unpack twice what they have packed, and anomaly
         # detection looks at what the engine computes.
         is_watched = run.context.saved_tensor_hooks is not None or torch.is_anomaly_enabled()
@@ -83,50 +63,55 @@ class StepBoundary:
         """Whether ``B[i,j]`` leaves gradients of weights to ``W[i,j]``."""
         self.later: dict[int, list[Later]] = {}
         """What ``W[i,j]`` computes, by micro-batch."""
-        self._is_last = place.is_last
         self._place = place
-        self._devices = run.devices
         self._hooks = run.context.saved_tensor_hooks
         self._seed = run.seed
         self.copies = copies
-        self._entered = Entered((), ())
+        self.look: Look | None = None
+        """By default the nodes made in the stage are its own."""
         self._segments: Segments | None = None  # of the current micro-batch
         self._callers = node_count()  # the caller's nodes have numbers below this
         self._first: int | None = None  # nodes made here have numbers from this on
 
-    def enter(self, i: int, x: Value) -> Value:
+    def cross(self, i: int, x: Value, origin: int | None) -> Value:
+        """Bring a value here from partition ``origin``, or the caller; cut its graph, and note it.
+
+        The graph of a value from the caller has been cut by him.
+        """
         if self._first is None:
             self._first = begin_numbers(self._callers)
-        copied = None
-        if self.copies.come_in:
-            x, copied = self.copies.bring_input(i, x)
-        if copied is not None:
-            compute = streams.compute_stream(self._place.device)
-            self.copies.transport.wait(i, x, compute, copied)
-        arriving = _counts(x.skips) if isinstance(x, Carried) else ()
         xs, rebuild = differentiable(x)
-        xs = order.enter(xs) if xs else ()
-        self._entered = Entered(edges_of(xs), arriving)
-        return rebuild(xs)
+        values = xs
+        if self.copies.come_in:
+            x, copied = self.copies.bring(i, x, origin)
+            values, rebuild = differentiable(x)
+            if copied is not None:
+                compute = streams.compute_stream(self._place.device)
+                self.copies.transport.wait(i, x, compute, copied)
+        if not xs:
+            return x
+        crossed: Value = rebuild(self.step.ledger.cross(i, self._place.j, origin, xs, values))
+        return crossed
 
     def checkpoint(self, layers: Layers, i: int) -> Segments:
         self._segments = layers.segments(i, self._hooks)
         return self._segments
 
     def leave(self, i: int, y: Value) -> Value:
-        (xs, arriving), self._entered = self._entered, Entered((), ())
+        """Note what ``B[i,j]`` needs; return the output, whose graph is cut where it crosses."""
         segments, self._segments = self._segments, None
         self.copies.let_others_copy(i)
-        ys, rebuild = differentiable(y)
-        leaving = _counts(y.skips) if isinstance(y, Carried) else ()
+        ys, _ = differentiable(y)
         if ys:
-            loss = ys[0] if self._is_last else None
-            self.kept[i] = Kept(Graph(xs, edges_of(ys)), segments, arriving, leaving, loss)
-        if self._is_last:
+            graph = self.step.ledger.graphs[i, self._place.j]
+            graph.segments = segments
+            if self._place.is_last:
+                graph.loss = ys[0]
+        if self._place.is_last:
             return Carried((), ()) if isinstance(y, Carried) else ()
         if not isinstance(y, Tensor):
             _refuse_hidden_graph(y)
-        return rebuild(tuple([tensor.detach().requires_grad_() for tensor in ys]))
+        return y
 
     def compute_loss(self, i: int, y: Value) -> Value:
         """Compute the unscaled loss of micro-batch ``i``; note its share of the mini-batch's."""
@@ -168,34 +153,23 @@ class StepBoundary:
         self.gradients.stand_ins.update(zip(leaves, weights, strict=True))
         return leaves
 
-    def bring_gradients(
-        self, i: int, gradients: Sequence[Tensor | None], origin: int
-    ) -> list[Tensor | None]:
+    def bring_gradients(self, i: int, gradients: Tensors, origin: int) -> Tensors:
         """Bring gradients to this device from partition ``origin``."""
-        if self._devices[origin] == self._place.device:
-            return list(gradients)
-        present = tuple([gradient for gradient in gradients if gradient is not None])
-        moved, copied = self.copies.bring(i, present, origin)
+        moved: Tensors
+        moved, copied = self.copies.bring(i, gradients, origin)
         if copied is not None:
             compute = streams.compute_stream(self._place.device)
             self.copies.transport.wait(i, moved, compute, copied)
-        rest = iter(moved)
-        return [None if gradient is None else next(rest) for gradient in gradients]
+        return moved
 
     def numbers(self) -> range:
         """Return the numbers of nodes made here, without any that a node of the caller may have."""
         return range(max(self._first or 0, self._callers), node_count())
 
     def drop(self) -> None:
-        self.kept.clear()
         self.later.clear()
         self.gradients.clear()
         self.step.drop()
-
-
-def _counts(skips: Sequence[Value]) -> tuple[int, ...]:
-    """Return the number of differentiable tensors in each skip."""
-    return tuple([len(differentiable(skip)[0]) for skip in skips])
 
 
 def _refuse_hidden_graph(y: Value) -> None:

@@ -98,13 +98,13 @@ def test_the_check_notices_memory_that_a_failed_step_leaves_behind(
 ) -> None:
     """An injected fault keeps the input of the last task alive."""
     tight, last = Tight(gpus, way, "never"), list[Any]()
-    bring_input = Copies.bring_input
+    bring = Copies.bring
 
-    def bring_and_keep(copies: Copies, i: int, x: Any) -> Any:
-        last[:] = [brought := bring_input(copies, i, x)]  # shared by all workers
+    def bring_and_keep(copies: Copies, i: int, x: Any, origin: int | None) -> Any:
+        last[:] = [brought := bring(copies, i, x, origin)]  # shared by all workers
         return brought
 
-    monkeypatch.setattr(Copies, "bring_input", bring_and_keep)
+    monkeypatch.setattr(Copies, "bring", bring_and_keep)
     monkeypatch.setattr(out_of_memory, "PATIENCE", 1)
     with tight.pipe:
         found = list(wrongs(tight, 2, 8))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pipert import Pipe
+from pipert.batch.tensors import differentiable
 from pipert.stage.step_boundary import StepBoundary
 from tests.devices.expected import bounds, for_each
 from tests.devices.lockstep import in_lockstep
@@ -102,9 +103,9 @@ def test_a_graph_that_stays_too_long_is_noticed(
     leave = StepBoundary.leave
 
     def leave_and_keep(cut: StepBoundary, i: int, y: Any) -> Any:
-        left, j = leave(cut, i, y), cut._place.j
-        late[j] = [*late.get(j, [])[-1:], saved_behind(cut.kept[i].graph.ys[0].node)]
-        return left
+        j, node = cut._place.j, differentiable(y)[0][0].grad_fn
+        late[j] = [*late.get(j, [])[-1:], saved_behind(node)]
+        return leave(cut, i, y)
 
     monkeypatch.setattr(StepBoundary, "leave", leave_and_keep)
     assert wrongs(gpus, "gpt", 2, "1f1b", "never")

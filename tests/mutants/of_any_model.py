@@ -7,7 +7,6 @@ from tests.mutants.mutant import Row
 __all__ = ["MUTANTS"]
 
 COPIES, AROUND = "pipert/any_model/tensor_copies.py", "pipert/any_model/around_layers.py"
-ACTIONS = "pipert/any_model/model_actions.py"
 
 MUTANTS: list[Row] = [
     ("thread-on-first-device", AROUND, "the partition's device as its thread's current one",
@@ -42,7 +41,4 @@ MUTANTS: list[Row] = [
     ("gradient-waits-on-default", COPIES, "the stream that waits for a gradient",
      "compute = streams.compute_stream(tensor.device)",
      "compute = torch.cuda.default_stream(tensor.device)"),
-    ("any-model-gradients-not-after-backward", ACTIONS,
-     "in a step, the wait of a gradient's copy for its computation",
-     "cut.copies.let_others_copy(i)", "pass"),
 ]  # fmt: skip

@@ -25,7 +25,7 @@ _LOSS_WAITS = (
 )
 _INPUT_WAITS = (
     "compute = streams.compute_stream(self._place.device)\n"
-    "            self.copies.transport.wait(i, x, compute, copied)"
+    "                self.copies.transport.wait(i, x, compute, copied)"
 )
 _GRADIENT_WAITS = (
     "compute = streams.compute_stream(self._place.device)\n"
@@ -51,12 +51,6 @@ OF_COPIES: list[Row] = [
      "target = self.stream(i)", "target = self.stream(i + 1)"),
     ("source-of-another", COPIES, "the copy stream of this micro-batch, for reading",
      "source = self._run.streams.get(device, i)", "source = self._run.streams.get(device, i + 1)"),
-    ("last-skip-decides", COPIES, "the wait for a skip, if the next one was not copied",
-     "copied = copied or target", "copied = target"),
-    ("copied-skips-forgotten", COPIES, "the wait for skips, if the value was not copied",
-     "tuple(skips)), copied or target", "tuple(skips)), target"),
-    ("copied-value-forgotten", COPIES, "the wait for the value, if no skip was copied",
-     "tuple(skips)), copied or target", "tuple(skips)), copied"),
     ("arguments-not-awaited", COPIES, "the wait of the arguments' copy for the caller",
      "moving = self.transport.wait(i, moving, source, compute)", "pass"),
     ("arguments-await-own-device", COPIES,
@@ -88,11 +82,6 @@ OF_CALLS: list[Row] = [
      "return x if copied is None else self._wait_for(i, copied, x)", "return x"),
     ("compute-not-after-weights", IN_GRAPH, "compute's wait for copies of borrowed weights",
      "(copy,) = self._wait_for(i, copied, (copy,))", "pass"),
-    ("skips-not-waited-for", IN_GRAPH, "the wait for skips, beside that for the value",
-     "skips = [self._wait_for(i, copied, skip) for skip in x.skips]", "skips = list(x.skips)"),
-    ("value-not-waited-for", IN_GRAPH, "the wait for the value, beside that for skips",
-     "return Carried(self._wait_for(i, copied, x.value), tuple(skips))",
-     "return Carried(x.value, tuple(skips))"),
     ("copy-waits-for-compute", IN_GRAPH, "the direction of compute's wait for a copy",
      _COMPUTE_WAITS,
      "return self.copies.transport.wait(" "i, x, copied, streams.compute_stream(self._device))"),
@@ -129,7 +118,7 @@ OF_STEPS: list[Row] = [
     ("loss-not-after-target", CUT, "the loss's wait for the copy of the target", _LOSS_WAITS,
      "pass"),
     ("output-not-after-compute", CUT, "the wait of an output's copy for compute",
-     "self.copies.let_others_copy(i)\n        ys, rebuild", "ys, rebuild"),
+     "self.copies.let_others_copy(i)\n        ys, _", "ys, _"),
     ("backward-not-after-copy", CUT, "the backward's wait for the copy of its gradient",
      _GRADIENT_WAITS, "pass"),
     ("copy-waits-for-backward", CUT, "the direction of the backward's wait for its gradient",

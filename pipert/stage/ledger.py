@@ -1,0 +1,81 @@
+"""Remembers where gradients go in a step, whose graph is cut between partitions.
+
+A tensor *crosses* where a later partition uses it: it enters that partition with the same values
+and a graph of its own. The ledger has both edges of each crossing: the one at which the tensor left
+the graph of the partition that has made it, and the one at which it entered the other. ``B`` of the
+partition that it entered notes its gradient, with which ``B`` of the other begins::
+
+    F[i,j]     y ----left            B[i,j]     begins at ``left`` with the gradient
+                      | crossing                    ^
+    F[i,k]           entered----z    B[i,k]     notes the gradient at ``entered``
+
+All ``F`` of a micro-batch run one after the other, and so do all ``B``, which come later. So nobody
+else uses what a task finds here, and each list is in a fixed order.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from pipert._typing import Tensors
+from pipert.autograd import order
+from pipert.layers.segments import Segments
+
+
+@dataclass(slots=True, eq=False)
+class Crossing:
+    """A tensor of an earlier partition, or an input, that partition ``j`` uses."""
+
+    j: int
+    left: GradientEdge | None
+    """Its place in the graph of the partition that made it; ``None`` for an input."""
+    entered: GradientEdge
+    """Its place in the graph of partition ``j``."""
+    gradient: Tensor | None = None
+    """What ``B[i,j]`` has found, on the device of partition ``j``."""
+
+
+@dataclass(slots=True, eq=False)
+class PartitionGraph:
+    """What ``B[i,j]`` needs from ``F[i,j]``."""
+
+    entered: list[Crossing] = field(default_factory=list)
+    """The tensors that entered the partition."""
+    left: list[Crossing] = field(default_factory=list)
+    """The tensors made in the partition that later ones use."""
+    loss: Tensor | None = None
+    """The loss, in the last partition."""
+    segments: Segments | None = None
+    """Compute the layers again; ``None`` if they are not checkpointed."""
+
+
+class Ledger:
+    """The graphs of all partitions and micro-batches in a step, from ``F`` until ``B``."""
+
+    def __init__(self) -> None:
+        self.graphs: dict[tuple[int, int], PartitionGraph] = defaultdict(PartitionGraph)
+        """By micro-batch and partition."""
+
+    def cross(
+        self, i: int, j: int, origin: int | None, tensors: Tensors, values: Tensors
+    ) -> Tensors:
+        """Return tensors with these ``values`` that begin a graph in partition ``j``.
+
+        They take the places of ``tensors``, which partition ``origin`` has made, or the caller.
+        """
+        entered = order.enter(values)
+        graphs = self.graphs
+        for tensor, begun in zip(tensors, entered, strict=True):
+            left = None if origin is None else order.edge_of(tensor)
+            crossing = Crossing(j, left, order.edge_of(begun))
+            graphs[i, j].entered.append(crossing)
+            if origin is not None:
+                graphs[i, origin].left.append(crossing)
+        return entered
+
+    def __repr__(self) -> str:
+        return f"<Ledger of {len(self.graphs)} graphs>"
