@@ -1,4 +1,4 @@
-"""Tests parametrizations and pruning of layers, applied before or after wrapping."""
+"""Tests parametrizations and pruning of layers."""
 
 from __future__ import annotations
 
@@ -123,25 +123,6 @@ def test_a_cached_parametrization_is_refused_where_it_is_recomputed(
 
 
 # Pruning ------------------------------------------------------------------------------------------
-
-Pruning = Callable[[nn.Module], object]
-
-
-def prune_as_a_whole(model: nn.Module) -> None:
-    layers = [model.get_submodule(name) for name in ("0", "2", "4")]
-    prune.global_unstructured(
-        [(layer, "weight") for layer in layers],
-        pruning_method=prune.L1Unstructured,
-        amount=0.3,
-    )
-
-
-def test_a_model_pruned_as_a_whole_trains_as_without_a_pipe(agree: Agree) -> None:
-    """Pruned before wrapping: torch compares the weights as one vector, which is on one device."""
-    module = perceptron()
-    with torch.no_grad():  # a module whose weights belong to a graph cannot be copied
-        prune_as_a_whole(module)
-    agree(train, module)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])

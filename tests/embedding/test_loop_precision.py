@@ -1,7 +1,7 @@
-"""Tests mixed precision in a pipe: autocast, ``GradScaler``, and skipped steps.
+"""Tests ``GradScaler`` in a training loop, and gradients in float32 of weights in bfloat16.
 
-A pipe with one micro-batch computes what the module computes, so half precision is compared
-exactly there. With more it sums gradients in another order, and is compared as such.
+``tests/contract`` has autocast, and scaled steps. A pipe with one micro-batch computes what the
+module computes, so half precision is compared exactly.
 """
 
 from __future__ import annotations
@@ -19,9 +19,6 @@ from torch.optim import SGD
 from pipert import Pipe
 
 modes = pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
-half = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-
-
 mse_loss: Any = F.mse_loss  # torch does not type Tensor.backward
 
 
@@ -47,18 +44,6 @@ def loss_under_autocast(
         return mse_loss(y, target.to(y.device))
 
 
-def train(model: nn.Module, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
-    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
-    losses = []
-    for _ in range(4):
-        loss = loss_under_autocast(model, device, dtype, *batch())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    return losses
-
-
 @pytest.fixture(
     params=[
         pytest.param(["cpu", "cpu"], id="cpu"),
@@ -80,43 +65,6 @@ def assert_equal_weights(module: nn.Module, plain: nn.Module) -> None:
     expected = plain.state_dict()
     for name, value in module.state_dict().items():
         assert torch.equal(value.cpu(), expected[name].cpu()), name
-
-
-# Autocast -----------------------------------------------------------------------------------------
-
-
-@half
-@modes
-def test_training_under_autocast_is_the_modules_bit_for_bit_with_one_micro_batch(
-    devices: list[str], checkpoint: str, dtype: torch.dtype
-) -> None:
-    device = first_of(devices)
-    plain = perceptron().to(device)
-    module = copy.deepcopy(plain)
-    torch.manual_seed(1)
-    expected = train(plain, device, dtype)
-    with in_pipe(module, devices, checkpoint=checkpoint) as pipe:
-        torch.manual_seed(1)
-        assert [loss.item() for loss in train(pipe, device, dtype)] == [x.item() for x in expected]
-    assert_equal_weights(module, plain)
-
-
-@half
-@modes
-def test_training_under_autocast_is_close_to_the_modules_with_several_micro_batches(
-    devices: list[str], checkpoint: str, dtype: torch.dtype
-) -> None:
-    device = first_of(devices)
-    plain = perceptron().to(device)
-    module = copy.deepcopy(plain)
-    torch.manual_seed(1)
-    train(plain, device, dtype)
-    with in_pipe(module, devices, chunks=3, checkpoint=checkpoint) as pipe:
-        torch.manual_seed(1)
-        train(pipe, device, dtype)
-    torch.testing.assert_close(
-        module.cpu().state_dict(), plain.cpu().state_dict(), rtol=0.05, atol=0.01
-    )
 
 
 # GradScaler ---------------------------------------------------------------------------------------
