@@ -1,17 +1,14 @@
-"""The equivalence contract of docs/contract.md: ``Pipe(module)`` against ``module``.
+"""Tests what ``Pipe(module)`` promises for a call alone, by docs/contract.md: rows 1, 4, 5 and 6.
 
-Rows 1, 4, 5 and 6 of a call, and the pitfalls about gradients. ``tests/contract`` has rows 1 and 2
-of a call and of a step, and pitfalls 6 (gradients somewhere else than the plain module's), 18 and
-20. Row 3 is about random numbers and row 7 about refusals; those are tested beside what draws and
-what refuses. Recomputation under the conditions of the forward (pitfall 7) is that of
-``tests/workers/test_context.py``, ``tests/autograd/test_random.py`` and ``tests/contract``.
+``test_call_and_step.py`` has rows 1 and 2 of a call and of a step. Row 3 is about random numbers
+and row 7 about refusals; those are tested beside what draws and what refuses.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -19,23 +16,19 @@ import torch
 from torch import Tensor, nn
 
 from pipert import Pipe
-from tests.contract.ways import grads_of, seven_layers
+from tests.contract.ways import MODES
+from tests.contract.ways import batch as rows
+from tests.contract.ways import grads_of, linear, same, seven_layers
 from tests.layers import Apply
 
-MODES = ["always", "except_last", "never"]
 BALANCES = [[7], [3, 4], [2, 1, 4], [1] * 7]
 
-same = torch.testing.assert_close
-same(0, 0)  # the first call imports for half a second, which is no test's fault
+modes = pytest.mark.parametrize("checkpoint", MODES)
+every_chunks = pytest.mark.parametrize("chunks", [1, 3])
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_intra_op_thread() -> Iterator[None]:
-    """On a busy machine two OpenMP threads that wait for each other take four times as long."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+def batch(size: int, requires_grad: bool = True) -> Any:
+    return rows(size, requires_grad)
 
 
 class DoubleInTraining(nn.Module):
@@ -54,14 +47,6 @@ class Outcome(NamedTuple):
     input_grad: Tensor | None
 
 
-def linear(inputs: int, outputs: int) -> nn.Linear:
-    return nn.Linear(inputs, outputs, dtype=torch.float64)
-
-
-def batch(rows: int, requires_grad: bool = True) -> Tensor:
-    return torch.randn(rows, 3, dtype=torch.float64, requires_grad=requires_grad)
-
-
 def step(module: nn.Module, x: Tensor) -> Outcome:
     """One training step from no gradients; the loss ends at what is frozen."""
     module.zero_grad()
@@ -77,7 +62,7 @@ def step(module: nn.Module, x: Tensor) -> Outcome:
 # Row 1.
 
 
-@pytest.mark.parametrize("checkpoint", MODES)
+@modes
 def test_loss_over_two_calls_is_differentiated_once(checkpoint: str) -> None:
     module = seven_layers()
     plain = copy.deepcopy(module)
@@ -88,8 +73,8 @@ def test_loss_over_two_calls_is_differentiated_once(checkpoint: str) -> None:
     same(grads_of(pipe), grads_of(plain))
 
 
-@pytest.mark.parametrize("checkpoint", MODES)
-@pytest.mark.parametrize("chunks", [1, 3])
+@modes
+@every_chunks
 def test_double_backward_is_the_plain_modules(checkpoint: str, chunks: int) -> None:
     def penalty(module: nn.Module, x: Tensor) -> dict[str, Tensor | None]:
         module.zero_grad()
@@ -117,8 +102,8 @@ def wrapped(module: nn.Sequential, checkpoint: str) -> Pipe:
     )
 
 
-@pytest.mark.parametrize("checkpoint", MODES)
-def test_batchnorm_statistics_of_the_forward_are_those_of_the_micro_batches(
+@modes
+def test_batchnorm_statistics_are_those_of_the_micro_batches_recomputed_or_not(
     checkpoint: str,
 ) -> None:
     module, x = normalised(), batch(8)
@@ -126,18 +111,8 @@ def test_batchnorm_statistics_of_the_forward_are_those_of_the_micro_batches(
     for part in x.tensor_split(3):
         plain(part)
     with wrapped(module, checkpoint) as pipe:
-        pipe(x)
+        pipe(x).sum().backward()
     same(dict(pipe.named_buffers()), dict(plain.named_buffers()))
-
-
-@pytest.mark.parametrize("checkpoint", MODES)
-def test_pitfall_5_recomputation_updates_no_batchnorm_statistics(checkpoint: str) -> None:
-    module = normalised()
-    with wrapped(module, checkpoint) as pipe:
-        loss = pipe(batch(8)).sum()
-        before = {name: buffer.clone() for name, buffer in pipe.named_buffers()}
-        loss.backward()
-        same(dict(pipe.named_buffers()), before)
 
 
 class InstanceNorm(nn.InstanceNorm1d):
@@ -161,44 +136,21 @@ def test_recomputation_updates_no_statistics_of_instances(kind: type[nn.Instance
 
 
 @pytest.mark.parametrize("balance", BALANCES, ids=str)
-def test_pitfall_22_parameters_keep_name_and_identity(balance: list[int]) -> None:
-    module = seven_layers()
-    named = [(name, id(parameter)) for name, parameter in module.named_parameters()]
-    with Pipe(module, balance, devices=["cpu"] * len(balance)) as pipe:
-        assert [(name, id(parameter)) for name, parameter in pipe.named_parameters()] == named
-
-
-def test_pitfall_22_buffers_keep_name_and_identity() -> None:
-    module = normalised()
-    named = [(name, id(buffer)) for name, buffer in module.named_buffers()]
-    with wrapped(module, "never") as pipe:
-        assert [(name, id(buffer)) for name, buffer in pipe.named_buffers()] == named
-
-
-@pytest.mark.parametrize("balance", BALANCES, ids=str)
-def test_pitfall_22_checkpoint_of_one_balance_loads_under_another(balance: list[int]) -> None:
-    saved, x = seven_layers(), batch(5)
-    with Pipe(saved, [3, 4], devices=["cpu"] * 2) as pipe:
-        state = pipe.state_dict()
-    with Pipe(seven_layers(), balance, devices=["cpu"] * len(balance)) as pipe:
-        pipe.load_state_dict(state)
-        same(pipe(x), saved(x))
+def test_pitfall_22_parameters_and_buffers_keep_name_and_identity(balance: list[int]) -> None:
+    module = nn.Sequential(*list(seven_layers())[:6], nn.BatchNorm1d(4))
+    named = [(name, id(t)) for name, t in module.state_dict(keep_vars=True).items()]
+    with Pipe(
+        module, balance, devices=["cpu"] * len(balance), deferred_batch_norm=False
+    ) as pipe:
+        assert [(n, id(t)) for n, t in pipe.state_dict(keep_vars=True).items()] == named
+        assert [*pipe.named_parameters()] == [*module.named_parameters()]
+        assert [*pipe.named_buffers()] == [*module.named_buffers()]
 
 
 # Row 6.
 
 
-@pytest.mark.parametrize("checkpoint", MODES)
-def test_any_call_may_have_another_batch_size(checkpoint: str) -> None:
-    module = seven_layers()
-    plain = copy.deepcopy(module)
-    with Pipe(module, [3, 4], devices=["cpu"] * 2, chunks=4, checkpoint=checkpoint) as pipe:
-        for rows in (8, 1, 5, 0, 16, 3):
-            x = batch(rows)
-            assert_same_steps(pipe, plain, x)
-
-
-@pytest.mark.parametrize("checkpoint", MODES)
+@modes
 def test_any_call_may_have_another_shape(checkpoint: str) -> None:
     module = seven_layers()
     plain = copy.deepcopy(module)
@@ -219,7 +171,7 @@ CONTEXTS: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
 }
 
 
-@pytest.mark.parametrize("checkpoint", MODES)
+@modes
 def test_any_call_may_have_another_mode(checkpoint: str) -> None:
     module = nn.Sequential(linear(3, 4), DoubleInTraining(), linear(4, 4), DoubleInTraining())
     x = batch(5)
@@ -239,8 +191,8 @@ class EnablesGrad(nn.Linear):
             return super().forward(x)
 
 
-@pytest.mark.parametrize("checkpoint", MODES)
-@pytest.mark.parametrize("chunks", [1, 3])
+@modes
+@every_chunks
 def test_output_requires_grad_where_the_last_layer_enables_it(chunks: int, checkpoint: str) -> None:
     module, x = nn.Sequential(nn.Linear(3, 3), EnablesGrad(3, 3)).double(), batch(5)
     plain = copy.deepcopy(module)
@@ -256,8 +208,8 @@ def test_output_requires_grad_where_the_last_layer_enables_it(chunks: int, check
 # Pitfall 19: a second backward, and layers that work in place.
 
 
-@pytest.mark.parametrize("checkpoint", MODES)
-@pytest.mark.parametrize("chunks", [1, 3])
+@modes
+@every_chunks
 def test_pitfall_19_second_backward_with_retain_graph(checkpoint: str, chunks: int) -> None:
     module, x = seven_layers(), batch(7)
     plain = copy.deepcopy(module)
@@ -269,7 +221,7 @@ def test_pitfall_19_second_backward_with_retain_graph(checkpoint: str, chunks: i
     same(grads_of(module), grads_of(plain))
 
 
-@pytest.mark.parametrize("checkpoint", MODES)
+@modes
 def test_pitfall_19_second_backward_without_retain_graph_is_autograds_error(
     checkpoint: str,
 ) -> None:
@@ -281,8 +233,8 @@ def test_pitfall_19_second_backward_without_retain_graph_is_autograds_error(
             loss.backward()
 
 
-@pytest.mark.parametrize("checkpoint", MODES)
-@pytest.mark.parametrize("chunks", [1, 3])
+@modes
+@every_chunks
 def test_pitfall_19_in_place_layer_on_a_saved_input_is_refused_or_harmless(
     checkpoint: str, chunks: int
 ) -> None:
