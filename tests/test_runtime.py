@@ -15,7 +15,6 @@ import signal
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from functools import partial
 
 import pytest
 import torch
@@ -191,42 +190,7 @@ def test_a_partition_takes_its_micro_batches_in_order() -> None:
     assert seen == {j: [0, 1, 2, 3, 4] for j in range(3)}
 
 
-@pytest.mark.layered  # names threads, not those of micro-batches
-def test_each_partition_has_one_thread_that_serves_every_call() -> None:
-    threads: set[tuple[int, int]] = set()
-    with pipe_of(3, lambda i, j: threads.add((j, threading.get_ident())), chunks=2) as pipe:
-        for _ in range(3):
-            pipe(rows(2))
-    assert len(threads) == len({ident for _, ident in threads}) == 3
-
-
 # R1: a result belongs to one run ------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("at", [(i, j) for i in range(3) for j in range(3)], ids=str)
-def test_pitfall_9_after_a_failure_anywhere_the_next_call_returns_its_own_rows(at: Task) -> None:
-    def act(i: int, j: int) -> None:
-        if (i, j) == at:
-            raise ValueError
-
-    with pipe_of(3, act, chunks=3) as pipe:
-        with pytest.raises(ValueError):
-            pipe(rows(3))
-        assert torch.equal(pipe(rows(3, first=10)), rows(3, first=10))
-
-
-@pytest.mark.parametrize("at", [(0, 0), (1, 0), (0, 1), (2, 1)], ids=str)
-def test_pitfall_9_after_an_interrupt_the_next_call_returns_its_own_rows(
-    at: Task, interrupt: Signal
-) -> None:
-    def act(i: int, j: int) -> None:
-        if (i, j) == at:
-            interrupt.send()
-
-    with pipe_of(2, act, chunks=3) as pipe:
-        with pytest.raises(Interrupt):
-            pipe(rows(3))
-        assert torch.equal(pipe(rows(3, first=10)), rows(3, first=10))
 
 
 # R2: when a call is over, none of its tasks is ----------------------------------------------------
@@ -419,21 +383,6 @@ def test_when_several_tasks_failed_no_activation_is_left(failures: Failures, no_
         assert activations.left() == 0
 
 
-def test_after_an_interrupt_no_activation_is_left(interrupt: Signal, no_gc: None) -> None:
-    activations = Activations()
-
-    def act(i: int, j: int) -> None:
-        kept = activations.add(torch.ones(3))
-        if (i, j) == (1, 1):
-            interrupt.send()
-        del kept
-
-    with pipe_of(2, act, chunks=3) as pipe:
-        with contextlib.suppress(Interrupt):
-            pipe(rows(3))
-        assert activations.left() == 0
-
-
 # R6: nothing waits for a dead worker --------------------------------------------------------------
 
 
@@ -465,22 +414,6 @@ def test_runs_of_two_callers_overlap_in_the_pipeline() -> None:
         assert torch.equal(b.result(), rows(1, first=10))
 
 
-@pytest.mark.layered  # names threads, not those of micro-batches
-def test_pitfall_13_callers_of_one_pipe_get_their_own_rows() -> None:
-    at_once = threading.Barrier(4)
-    threads: set[int] = set()
-
-    def call_often(pipe: Pipe, first: int) -> bool:
-        at_once.wait(TIMEOUT)
-        mine = [rows(1 + k % 5, first + k) for k in range(8)]
-        return all(torch.equal(pipe(x), x) for x in mine)
-
-    with pipe_of(3, lambda i, j: threads.add(threading.get_ident()), chunks=3) as pipe:
-        calls = [Caller(partial(call_often, pipe, 100 * k)) for k in range(4)]
-        assert all([call.result() for call in calls])
-    assert len(threads) == 3
-
-
 def test_callers_at_once_keep_their_own_grad_mode() -> None:
     class Scale(Stage):
         def __init__(self, j: int, act: Callable[[int, int], None]) -> None:
@@ -508,26 +441,6 @@ def test_callers_at_once_keep_their_own_grad_mode() -> None:
 
 
 # Order of calls, pipes in pipes -------------------------------------------------------------------
-
-
-def plain_and_inner() -> tuple[nn.Sequential, nn.Sequential]:
-    inner = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3), nn.Sigmoid())
-    return nn.Sequential(nn.Linear(3, 3), nn.Tanh(), inner), inner
-
-
-@pytest.mark.parametrize("of_inner", ["always", "except_last", "never"])
-@pytest.mark.parametrize("of_outer", ["always", "except_last", "never"])
-def test_pitfall_13_a_pipe_may_be_a_layer_of_another_pipe(of_outer: str, of_inner: str) -> None:
-    plain, layers = plain_and_inner()
-    parameters = list(plain.parameters())
-    x = torch.randn(8, 3)
-    expected = torch.autograd.grad(plain(x).pow(2).sum(), parameters)
-    inner = Pipe(layers, balance=[2, 2], devices=["cpu"] * 2, chunks=4, checkpoint=of_inner)
-    model = nn.Sequential(plain[0], plain[1], inner)
-    outer = Pipe(model, balance=[1, 2], devices=["cpu"] * 2, chunks=2, checkpoint=of_outer)
-    with inner, outer:
-        grads = torch.autograd.grad(outer(x).pow(2).sum(), parameters)
-    torch.testing.assert_close(grads, expected)
 
 
 class InOrder(nn.Module):

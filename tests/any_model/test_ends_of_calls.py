@@ -134,26 +134,6 @@ def test_a_forward_may_close_the_pipe(where: str) -> None:
     assert not wait_until_gone({*microbatch_threads()})
 
 
-def test_a_model_keeps_its_pipe_and_both_are_dropped_together() -> None:
-    model = Model()
-    pipe_of(model)
-    gc.collect()
-    model(X)
-    threads: set[threading.Thread] = {*microbatch_threads()}
-    assert threads
-    del model
-    gc.collect()
-    assert not wait_until_gone(threads)
-
-
-def test_a_wrong_timeout_of_close_changes_nothing() -> None:
-    model = Model()
-    with pipe_of(model) as pipe:
-        with pytest.raises(ValueError, match="timeout"):
-            pipe.close(timeout=-1.0)
-        assert is_right(pipe, model)
-
-
 @pytest.mark.parametrize("where", ["own code", "layer"])
 def test_an_exception_thrown_into_a_thread_is_raised_and_the_next_call_is_right(where: str) -> None:
     model = Model()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import inspect
-import io
 import pickle
 import threading
 import types
@@ -22,7 +21,6 @@ from pipert import PipeClosedError
 from pipert.any_model.routed import pipe_of
 from tests.activations import until
 from tests.any_model.in_place import Model, a_model, a_pipe, rows, runs
-from tests.contract.ways import grads_of
 from tests.settling import settle
 
 
@@ -41,16 +39,6 @@ def test_calls_of_the_model_go_through_the_pipe(grad: bool) -> None:
                 assert y.requires_grad == grad and runs(pipe) == 1
 
 
-def test_gradients_of_a_call_are_the_plain_model_s() -> None:
-    model, x = a_model(), rows(requires_grad=True)
-    plain, own = copy.deepcopy(model), x.detach().requires_grad_()
-    plain(own).square().sum().backward()
-    with a_pipe(model, checkpoint="always"):
-        model(x).square().sum().backward()
-    found, expected = ([m.grad, grads_of(k)] for m, k in ((x, model), (own, plain)))
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
-
-
 class Answers(Model):
     """A model that returns a dictionary, which it keeps."""
 
@@ -63,12 +51,6 @@ def test_one_micro_batch_returns_what_the_model_returns() -> None:
     model = Answers()
     with a_pipe(model, chunks=1), torch.no_grad():
         assert model(rows()) is model.answer
-
-
-def test_autocast_around_a_call_is_in_effect() -> None:
-    model = a_model().float()
-    with a_pipe(model) as pipe, torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-        assert model(rows().float()).dtype is torch.bfloat16 and runs(pipe) == 1
 
 
 def test_threads_may_call_it_at_once() -> None:
@@ -135,25 +117,6 @@ def test_hooks_of_the_model_are_called_for_each_micro_batch() -> None:
     with a_pipe(model, chunks=3):
         torch.testing.assert_close(model(x), expected, rtol=1e-12, atol=0)
     assert seen == [2, 2, 2]
-
-
-def test_copies_are_plain() -> None:
-    model, x = a_model(), rows()
-    with a_pipe(model) as pipe:
-        expected = model(x)
-        runs(pipe)
-        saved = io.BytesIO()
-        torch.save(model, saved)
-        saved.seek(0)
-        others: list[Any] = [
-            copy.deepcopy(model), pickle.loads(pickle.dumps(model)),
-            torch.load(saved, weights_only=False), copy.deepcopy([model, model.forward])[0],
-        ]  # fmt: skip
-        for other in others:
-            torch.testing.assert_close(other(x), expected, rtol=1e-12, atol=0)
-            torch.testing.assert_close(other.forward(x), expected, rtol=1e-12, atol=0)
-            torch.testing.assert_close(other.encoder(x), model.encoder(x))
-            assert runs(pipe) == 1  # the last, which is the model's own
 
 
 def test_a_forward_replaced_later_still_goes_through_the_pipe() -> None:
@@ -246,15 +209,6 @@ def test_closing_restores_everything() -> None:
     assert torch.equal(model(x), expected) and runs(pipe) == 0
     with pytest.raises(PipeClosedError):
         pipe(x)
-
-
-def test_one_pipe_after_another_gets_the_calls() -> None:
-    model, x = a_model(), rows()
-    expected = copy.deepcopy(model)(x)
-    for chunks in (1, 3):
-        with a_pipe(model, chunks=chunks) as pipe:
-            torch.testing.assert_close(model(x), expected, rtol=1e-12, atol=0)
-            assert runs(pipe) == 1
 
 
 @pytest.mark.parametrize("first_closed", [0, 1])

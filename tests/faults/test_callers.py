@@ -6,7 +6,6 @@ limit, and a call that hangs fails its test by name.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -175,32 +174,3 @@ def test_two_pipes_that_share_parameters_are_right_at_once(checkpoint: str) -> N
 
 
 # asyncio ------------------------------------------------------------------------------------------
-
-
-def test_a_cancelled_asyncio_task_does_not_disturb_other_callers() -> None:
-    """Its call continues in its thread, but the awaiting task continues at once."""
-    entered, go_on = threading.Event(), threading.Event()
-
-    def waits(caller: int, phase: str) -> None:
-        if caller == 0:
-            entered.set()
-            assert go_on.wait(WAIT)
-
-    model = nn.Sequential(Scale(0, waits), Scale(1))
-    inputs = [batch(caller) for caller in range(3)]
-
-    async def serve(pipe: Pipe) -> list[Any]:
-        cancelled = asyncio.create_task(asyncio.to_thread(pipe, inputs[0]))
-        await asyncio.to_thread(entered.wait, WAIT)
-        others = [asyncio.create_task(asyncio.to_thread(pipe, x)) for x in inputs[1:]]
-        cancelled.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await cancelled
-        go_on.set()
-        return await asyncio.wait_for(asyncio.gather(*others), WAIT)
-
-    with Pipe(model, [1, 1], devices=["cpu"] * 2, chunks=2) as pipe:
-        results = asyncio.run(serve(pipe))
-        for x, result in zip(inputs[1:], results, strict=True):
-            torch.testing.assert_close(result, model(x))
-        assert pipe.statistics().in_flight == 0

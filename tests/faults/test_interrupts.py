@@ -47,55 +47,6 @@ for where, checkpoint in wheres("forward", "recomputation", "backward"):
     assert ends(script, how) == (0, "", "")
 
 
-@pytest.mark.parametrize(
-    ("how", "checkpoint"), [("call", "except_last"), ("gpipe", "always"), ("1f1b", "never")]
-)
-def test_many_steps_interrupted_at_any_moment_leave_nothing_behind(
-    how: str, checkpoint: str
-) -> None:
-    script = f"""
-import random
-random.seed(0)
-sys.setswitchinterval(1e-5)
-pipe = pipe_of("{checkpoint}")
-wanted = expected()
-began = time.perf_counter()
-for _ in range(5):
-    step(pipe)
-longest = 2e-4 + 0.2 * (time.perf_counter() - began)  # about as long as a step
-wrong = halves = interrupted = attempts = 0
-due = []
-
-def interrupt(*_):
-    if due:  # it may come late
-        due.clear()
-        raise KeyboardInterrupt
-
-signal.signal(signal.SIGALRM, interrupt)
-while interrupted < 50 and attempts < 1000:
-    attempts += 1
-    torch.set_grad_enabled(True)  # torch.no_grad does not put it back when it is interrupted
-    pipe.zero_grad()
-    found = None
-    try:
-        due.append(True)
-        signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-4, longest))
-        found = train(pipe)
-        due.clear()
-    except KeyboardInterrupt as error:
-        interrupted += error.__traceback__.tb_next.tb_frame.f_code is train.__code__
-    longest *= 1.1 if found is None else 0.9  # so that half come in time, whatever the load
-    there = {{grad is not None for grad in grads(pipe)}}
-    halves += HOW != "call" and len(there) == 2
-    if found is not None or HOW != "call" and there == {{True}}:
-        wrong += not right((found or []) + grads(pipe), wanted)
-torch.set_grad_enabled(True)
-print(wrong, halves, interrupted, is_right(pipe))
-pipe.close()
-"""
-    assert ends(script, how) == (0, "0 0 50 True\n", "")
-
-
 @strides
 def test_a_second_ctrl_c_at_any_place_does_not_end_a_call_before_its_layers(
     stride: int,

@@ -57,22 +57,6 @@ def test_each_task_is_in_the_trace_once_on_the_thread_that_ran_it(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_the_operations_of_a_task_are_inside_of_its_range(tmp_path: Path) -> None:
-    events = trace(tmp_path / "trace.json")
-    for letter in "FR":
-        for i, j in PLACES:
-            (task,) = (event for event in events if event["name"] == f"{letter}[{i},{j}]")
-            end = task["ts"] + task["dur"]
-            own = [event for event in events if event["tid"] == task["tid"]]
-            inside = [
-                event["name"]
-                for event in own
-                if task["ts"] <= event["ts"] and event["ts"] + event["dur"] <= end
-            ]
-            assert "aten::linear" in inside
-
-
-@pytest.mark.slow
 def test_advice_for_profiling_only_the_own_thread_is_logged_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

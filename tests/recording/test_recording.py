@@ -15,11 +15,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from pipert import Event, Pipe, Timeline
-from pipert.observe.recorder import Span
 from pipert.skip import pop, skippable, stash
-from pipert.stage.recorded import RecordedTransport
 from tests.layers import Apply
-from tests.step.faulty import acting
 
 M, N = 4, 3
 
@@ -125,15 +122,6 @@ def test_work_of_the_caller_is_no_part_of_a_recorded_backward() -> None:
     assert {span.j for span in spans if span.kind == "backward"} == {0, 1}
 
 
-def test_no_event_is_recorded_after_the_end_of_the_block() -> None:
-    with pipe_of(model()) as pipe:
-        with pipe.record() as timeline:
-            loss = pipe(batch()).sum()
-        before = timeline.events
-        loss.backward()
-        assert timeline.events == before
-
-
 @pytest.mark.parametrize(
     "checkpoint, recomputed", [("always", M), ("except_last", M - 1), ("never", 0)]
 )
@@ -234,29 +222,6 @@ class Note(nn.Module):
         return y
 
 
-@pytest.mark.layered  # one partition is one layer
-@pytest.mark.parametrize("requires_grad", [False, True])
-def test_tasks_in_a_backward_are_inside_its_event(requires_grad: bool) -> None:
-    open_at: list[int] = []
-    closed_at: list[int] = []
-    timeline: Timeline
-
-    def spans() -> list[Span]:
-        return timeline._recording.spans  # type: ignore[attr-defined,no-any-return]
-
-    def note() -> None:
-        backwards = [span for span in spans() if span.kind == "backward"]
-        open_at.append(len(backwards))
-        closed_at.append(sum(span.end is not None for span in backwards))
-
-    module = nn.Sequential(nn.Linear(4, 4), Note(note), nn.Linear(4, 4))
-    with Pipe(module, [3], devices=["cpu"], chunks=2) as pipe, pipe.record() as timeline:
-        pipe(torch.ones(2, 4, requires_grad=requires_grad)).sum().backward()
-    assert open_at == [1, 2]
-    assert closed_at[0] <= 1 and len(tasks(timeline, "backward")) == 2
-    assert all(span.end is not None for span in spans())
-
-
 def test_a_second_backward_is_recorded_again() -> None:
     with pipe_of(model(), checkpoint="never") as pipe, pipe.record() as timeline:
         loss = pipe(batch()).sum()
@@ -337,36 +302,6 @@ def test_a_failing_call_is_recorded_as_far_as_it_ran() -> None:
         with pytest.raises(ZeroDivisionError):
             pipe(torch.ones(2, 4))
     assert (0, 1) in tasks(timeline, "forward")
-
-
-def test_a_report_leaves_out_a_step_that_failed_when_all_but_its_last_task_were_done() -> None:
-    def act() -> None:
-        if fails:
-            raise ZeroDivisionError
-
-    fails = False
-    first = Apply(lambda x: acting(x, act))
-    module = nn.Sequential(nn.Linear(4, 4), first, nn.Linear(4, 4))
-    with Pipe(module, [2, 1], devices=["cpu"] * 2) as pipe, pipe.record() as timeline:
-        pipe.forward_backward(batch(), loss_fn=lambda y, _: y.sum())
-        fails = True
-        with pytest.raises(ZeroDivisionError):
-            pipe.forward_backward(batch(), loss_fn=lambda y, _: y.sum())
-    assert tasks(timeline, "backward")[0, 1] == 2
-    report = timeline.report()
-    assert (report.calls, report.incomplete) == (1, 1)
-
-
-def test_a_pipe_that_is_not_recorded_has_plain_stages(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[object] = []
-    monkeypatch.setattr(RecordedTransport, "__init__", lambda *args: made.append(args))
-    for name in ("assembly.recorded_link", "actions.makers"):
-        monkeypatch.setattr(f"pipert.stage.{name}", lambda *args: made.append(args))
-    with pipe_of(model()) as pipe:
-        with pipe.record():
-            pass
-        pipe(batch()).sum().backward()
-    assert not made
 
 
 @pytest.mark.layered  # what saves nothing is recomputed by nobody

@@ -57,32 +57,3 @@ def test_each_micro_batch_may_use_other_weights(
     step(Experts(weights), checkpoint)
     grads = [weight.grad for weight in weights]
     assert all(grad is not None and grad.any() for grad in grads)
-
-
-@modes
-def test_a_weight_of_the_layers_that_the_loss_uses_gets_both_gradients(checkpoint: str) -> None:
-    layer = nn.Linear(3, 3)
-
-    def loss_fn(y: Tensor, _: Any) -> Tensor:
-        return y.square().sum() + layer.weight.square().sum()
-
-    torch.manual_seed(1)
-    step(layer, checkpoint, loss_fn)
-    found, layer.weight.grad = layer.weight.grad, None
-    torch.manual_seed(1)
-    head, x = nn.Linear(3, 3), rows()
-    torch.autograd.backward(total(head(layer(x)), None) + M * layer.weight.square().sum())
-    torch.testing.assert_close(found, layer.weight.grad)
-
-
-def test_autocast_casts_a_weight_once_for_all_micro_batches_and_again_changes_nothing() -> None:
-    layer = nn.Linear(3, 3)
-    grads = []
-    for checkpoint in ("never", "always"):
-        torch.manual_seed(1)
-        with torch.autocast("cpu", torch.bfloat16):
-            step(layer, checkpoint)
-        assert layer.weight.grad is not None
-        grads.append(layer.weight.grad)
-        layer.weight.grad = None
-    torch.testing.assert_close(grads[0], grads[1])

@@ -247,30 +247,6 @@ def whole_numbers() -> tuple[nn.Sequential, Tensor]:
     return module.double(), torch.randint(-999, 1000, (6, 4)).double()
 
 
-def gradients(
-    model: nn.Module, x: Tensor, block: Block, backward: Block = contextlib.nullcontext
-) -> list[Tensor]:
-    model.zero_grad()
-    with block():
-        loss = model(x).square().sum()
-    with backward():
-        loss.backward()
-    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-
-
-def same(ones: list[Tensor], others: list[Tensor]) -> bool:
-    return all(torch.equal(one, other) for one, other in zip(ones, others, strict=True))
-
-
-def test_F_saves_by_the_callers_hooks_on_the_workers() -> None:
-    module, x = whole_numbers()
-    hooks = Hooks()
-    pipe = Pipe(module, [3, 2], devices=["cpu", "cpu"], chunks=3, checkpoint="never")
-    with pipe, hooks():
-        pipe(x)
-    assert len(set(hooks.threads) - {threading.get_ident()}) == 2
-
-
 def test_R_saves_by_the_callers_hooks() -> None:
     module, x = whole_numbers()
     hooks = Hooks()
@@ -292,30 +268,6 @@ def test_tensors_not_saved_by_a_checkpointed_forward_do_not_reach_the_callers_ho
 
 
 # Streams
-
-
-@pytest.mark.cuda
-def test_F_sees_the_callers_current_stream() -> None:
-    device = torch.device("cuda", 0)
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    probe = Probe(lambda: torch.cuda.current_stream(device).stream_id)
-    with Pipe(nn.Sequential(probe), [1], devices=[device], chunks=2) as pipe:
-        with torch.cuda.stream(stream):
-            pipe(torch.ones(2, 1, device=device))
-    assert probe.seen["F"] == [stream.stream_id] * 2
-
-
-@pytest.mark.cuda
-def test_F_leaves_no_stream_on_its_worker() -> None:
-    device = torch.device("cuda", 0)
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    probe = Probe(lambda: torch.cuda.current_stream(device).stream_id)
-    with Pipe(nn.Sequential(probe), [1], devices=[device]) as pipe:
-        with torch.cuda.stream(stream):
-            pipe(torch.ones(2, 1, device=device))
-        torch.cuda.synchronize()
-        pipe(torch.ones(2, 1, device=device))
-    assert probe.seen["F"][-1] == torch.cuda.current_stream(device).stream_id
 
 
 # What cannot be taken over ------------------------------------------------------------------------
