@@ -63,45 +63,6 @@ def test_one_micro_batch_under_autocast_has_the_bits_of_the_plain_module(
     same(grads_of(module), grads_of(plain), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("cache", [True, False])
-def test_layers_and_the_loss_run_under_the_callers_autocast(cache: bool) -> None:
-    dtypes: dict[str, set[Any]] = {"layer": set(), "loss": set()}
-
-    class Notes(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            dtypes["layer"].add((x @ x.t()).dtype)
-            return x
-
-    def loss(y: Tensor, target: Tensor) -> Any:
-        dtypes["loss"].add((y @ y.t()).dtype)
-        return loss_of(y, target)
-
-    module = nn.Sequential(nn.Linear(6, 6), Notes(), nn.Linear(6, 3))
-    x, y = rows()
-    with piped(module, Way("1f1b", "always")) as pipe:
-        with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache):
-            pipe.forward_backward(x, target=y, loss_fn=loss)
-    assert dtypes == {"layer": {torch.bfloat16}, "loss": {torch.bfloat16}}
-
-
-@ways
-def test_a_step_after_an_update_uses_the_new_weights_under_autocast(way: Way) -> None:
-    """No cast of a weight is kept from one step to the next."""
-    module, x = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3)), rows()[0]
-    with piped(module, way, chunks=2) as pipe:
-        losses = []
-        for _ in range(2):
-            with torch.autocast("cpu", torch.bfloat16):
-                losses.append(
-                    pipe.forward_backward(x, loss_fn=lambda y, _: y.float().square().mean())
-                )
-            with torch.no_grad():
-                for parameter in module.parameters():
-                    parameter.zero_()
-    assert losses[0] > 0
-    assert losses[1] == 0
-
-
 # Loss scaling.
 
 
