@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -85,14 +84,6 @@ def sizes(batch: int, chunks: int) -> list[int]:
 # How many micro-batches of which size.
 
 
-def test_pitfall_16_five_rows_in_four_chunks_are_four_micro_batches() -> None:
-    assert sizes(5, 4) == [2, 1, 1, 1]
-
-
-def test_pitfall_16_batch_smaller_than_chunks() -> None:
-    assert sizes(3, 8) == [1, 1, 1]
-
-
 def test_pitfall_16_no_rows_are_one_micro_batch() -> None:
     assert sizes(0, 4) == [0]
 
@@ -147,18 +138,6 @@ def test_pitfall_2_refusal_names_the_sizes_below_a_pytree_without_names() -> Non
 # Replicate.
 
 
-@pytest.mark.parametrize("chunks", [1, 3])
-def test_replicated_tensor_goes_whole_to_each_micro_batch(chunks: int) -> None:
-    table = rows(7)
-    parts = scatter((rows(6), Replicate(table)), {}, chunks)
-    assert all(part.args[1] is table for part in parts)
-
-
-def test_replicate_works_as_a_keyword_argument() -> None:
-    result = call([lambda x, bias: x + bias.sum(0)], rows(6), bias=Replicate(rows(3)), chunks=2)
-    same(result, rows(6) + rows(3).sum(0))
-
-
 def test_replicate_shows_what_it_holds() -> None:
     assert repr(Replicate(3)) == "Replicate(3)"
 
@@ -173,58 +152,12 @@ def test_split_does_not_copy_the_batch() -> None:
 
 # Pitfall 14: any value crosses any boundary.
 
-VALUES: dict[str, Callable[[Tensor], Any]] = {
-    "None": lambda x: (x, None),
-    "bool": lambda x: (x, True),
-    "int": lambda x: (x, 3),
-    "float": lambda x: (x, 2.5),
-    "str": lambda x: (x, "name"),
-    "list": lambda x: [x, x + 1],
-    "dict": lambda x: {"x": x, "y": [x]},
-    "ordered dict": lambda x: OrderedDict(b=x, a=x + 1),
-    "namedtuple": lambda x: Pair(x, None),
-    "dataclass": lambda x: Registered(x, 0.5),
-    "nested tuples": lambda x: ((x, (x + 1, 2)), (), x),
-    "integer tensor": lambda x: (x, x.long()),
-    "bool tensor": lambda x: (x, x > 2),
-    "empty tuple beside": lambda x: (x, ()),
-    "one-dimensional": lambda x: x[:, 0],
-}
-
-
-@pytest.mark.parametrize("make", VALUES.values(), ids=list(VALUES))
-@pytest.mark.parametrize("chunks", [1, 2])
-def test_pitfall_14_value_crosses_boundaries_in_training(
-    make: Callable[[Tensor], Any], chunks: int
-) -> None:
-    x = rows(5).requires_grad_()
-    result = call([make, unchanged, unchanged], x, chunks=chunks)
-    assert_equal_values(result, make(x))
-
-
-def assert_equal_values(actual: Any, expected: Any) -> None:
-    leaves, spec = pytree.tree_flatten(actual)
-    expected_leaves, expected_spec = pytree.tree_flatten(expected)
-    assert spec == expected_spec
-    assert all(
-        torch.equal(a, b) if isinstance(a, Tensor) else a == b
-        for a, b in zip(leaves, expected_leaves, strict=True)
-    )
-
 
 # Pitfall 15: the first layer's arguments; ``tests/contract`` has more of them.
 
 
-def test_pitfall_15_only_keyword_arguments() -> None:
-    same(call([lambda *, x: x + 1], x=rows(4)), rows(4) + 1)
-
-
 def test_pitfall_15_default_arguments_stay_the_layers() -> None:
     same(call([lambda x, y=3: x + y], rows(4)), rows(4) + 3)
-
-
-def test_pitfall_15_tuple_is_one_argument() -> None:
-    same(call([lambda pair: pair[0] - pair[1]], (rows(4), rows(4))), torch.zeros(4, 2))
 
 
 # Gather.
@@ -264,10 +197,6 @@ def test_rows_in_dimension_1_of_all_outputs_are_refused_by_path() -> None:
 def test_rows_in_dimension_1_are_accepted_beside_an_output_that_has_them_first() -> None:
     both: Any = call([lambda x: (x, x[:, None].repeat(2, 2, 1))], rows(6), chunks=3)
     assert [y.shape for y in both] == [(6, 2), (12, 2, 2)]
-
-
-def test_equal_leaves_are_returned_once() -> None:
-    assert gather([(1, "a", None), (1, "a", None)]) == (1, "a", None)
 
 
 def test_numbers_that_are_no_number_are_equal() -> None:

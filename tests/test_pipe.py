@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -47,9 +48,40 @@ class Grows(nn.Sequential):
 # The table of errors in PEERS.md: what must hold, what was given, what to change.
 
 
-def test_balance_is_required() -> None:
-    with pytest.raises(ValueError, match="balance is required.*balance_by_time"):
-        Pipe(layers())
+BAD_BALANCES = [[0, 4], [-1, 5], [4, 0]]
+WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"balance": None}, ValueError, "balance is required.*balance_by_time"),
+    ({"balance": "22"}, TypeError, r"such as \[2, 2\], got '22'"),
+    ({"balance": 4}, TypeError, "balance"),
+    *[
+        ({"balance": [1, entry]}, TypeError, f"entry of balance must be an int, got {entry!r}")
+        for entry in ("two", "3", None, 1.5, 3.0)
+    ],
+    *[
+        ({"balance": bad}, ValueError, f"balance must be positive.*{re.escape(str(bad))}")
+        for bad in BAD_BALANCES
+    ],
+    ({"balance": [1, 2]}, ValueError, r"add up to .*\[1, 2\] adds up to 3 and the module has 4"),
+    ({"balance": [3, 3]}, ValueError, r"add up to .*\[3, 3\] adds up to 6 and the module has 4"),
+    ({"chunks": 0}, ValueError, "chunks must be a positive number.*got 0"),
+    ({"chunks": -1}, ValueError, "chunks must be a positive number.*got -1"),
+    ({"checkpoint": "sometimes"}, ValueError,
+     "'always', 'except_last', 'never'.*got 'sometimes'"),
+    ({"module": nn.Linear(1, 1)}, TypeError,
+     "an nn.Sequential, got Linear; put.*use pipert.pipeline"),
+    ({"module": Grows(nn.ReLU())}, TypeError,
+     "Grows overrides forward.*make what it does a layer"),
+    ({"devices": ["cpu"]}, IndexError, "there are 2 partitions and 1 devices"),
+    ({"devices": "cpu"}, TypeError, r"got 'cpu'; write devices=\['cpu'\]"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "kind", "message"), WRONG)
+def test_a_wrong_argument_is_refused_with_a_remedy(
+    arguments: dict[str, Any], kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=message):
+        made(**arguments)
 
 
 @pytest.mark.parametrize("chunks", ["auto", "2", 2.5, 2.0, None])
@@ -63,74 +95,12 @@ def test_chunks_that_are_no_int_are_refused(chunks: Any) -> None:
         assert pipe.chunks == 2
 
 
-@pytest.mark.parametrize("entry", ["two", "3", None, 1.5, 3.0])
-def test_an_entry_of_balance_that_is_no_int_is_refused(entry: Any) -> None:
-    message = f"each entry of balance must be an int, got {entry!r}"
-    with pytest.raises(TypeError, match=message):
-        made(balance=[1, entry])
-
-
-def test_a_balance_in_a_string_is_refused_with_how_to_write_it() -> None:
-    with pytest.raises(TypeError, match=r"such as \[2, 2\], got '22'"):
-        made(balance="22")
-
-
-@pytest.mark.parametrize("chunks", [0, -1])
-def test_chunks_must_be_positive(chunks: int) -> None:
-    with pytest.raises(ValueError, match=f"chunks must be a positive number.*got {chunks}"):
-        made(chunks=chunks)
-
-
-def test_checkpoint_must_be_known() -> None:
-    with pytest.raises(ValueError, match="'always', 'except_last', 'never'.*got 'sometimes'"):
-        made(checkpoint="sometimes")
-
-
-def test_module_must_be_a_sequential() -> None:
-    with pytest.raises(TypeError, match="an nn.Sequential, got Linear; put.*use pipert.pipeline"):
-        made(nn.Linear(1, 1), [1])
-
-
 def test_module_must_not_be_a_pipe() -> None:
     with made() as pipe:
         with pytest.raises(TypeError, match="a pipe already; make another one of"):
             Pipe(pipe, [1])  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="a pipe already; make another one of"):
             pipert.pipeline(pipe, [])
-
-
-def test_module_must_not_override_forward() -> None:
-    with pytest.raises(TypeError, match="Grows overrides forward.*make what it does a layer"):
-        made(Grows(nn.ReLU()), [1])
-
-
-@pytest.mark.parametrize("balance", [[0, 4], [-1, 5], [4, 0]])
-def test_entries_of_balance_must_be_positive(balance: list[int]) -> None:
-    with pytest.raises(ValueError, match="each entry of balance must be positive") as error:
-        made(balance=balance)
-    assert str(balance) in str(error.value)
-
-
-@pytest.mark.parametrize("balance", [[1, 2], [3, 3]])
-def test_balance_must_add_up(balance: list[int]) -> None:
-    with pytest.raises(ValueError, match="must add up to the number of layers") as error:
-        made(balance=balance)
-    assert f"{balance} adds up to {sum(balance)} and the module has 4" in str(error.value)
-
-
-def test_each_partition_needs_a_device() -> None:
-    with pytest.raises(IndexError, match="there are 2 partitions and 1 devices"):
-        made(devices=["cpu"])
-
-
-def test_one_device_for_all_is_refused_with_a_remedy() -> None:
-    with pytest.raises(TypeError, match=r"got 'cpu'; write devices=\['cpu'\]"):
-        made(devices="cpu")
-
-
-def test_a_balance_that_is_a_number_is_refused_by_name() -> None:
-    with pytest.raises(TypeError, match="balance"):
-        made(balance=4)
 
 
 UNKNOWN, NOT_SEQUENTIAL = "sometimes", nn.ReLU()
@@ -335,17 +305,11 @@ MOVES: dict[str, Callable[[Pipe], Any]] = {
 
 
 @pytest.mark.parametrize("move", MOVES.values(), ids=list(MOVES))
-def test_pitfall_26_move_to_another_device_is_refused_with_the_remedy(
+def test_pitfall_26_move_to_another_device_is_refused_with_the_remedy_and_leaves_everything(
     pipe: Pipe, move: Callable[[Pipe], Any]
 ) -> None:
-    with pytest.raises(RuntimeError, match="cannot be moved to meta; make a new Pipe"):
-        move(pipe)
-
-
-@pytest.mark.parametrize("move", MOVES.values(), ids=list(MOVES))
-def test_pitfall_26_refused_move_leaves_everything(pipe: Pipe, move: Callable[[Pipe], Any]) -> None:
     before = {name: tensor.clone() for name, tensor in pipe.state_dict().items()}
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError, match="cannot be moved to meta; make a new Pipe"):
         move(pipe)
     same(dict(pipe.state_dict()), before)
 
@@ -382,24 +346,15 @@ def train_once(pipe: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("register", HOOKS.values(), ids=list(HOOKS))
-def test_pitfall_26_hook_set_before_wrapping_fires_once(
+def test_pitfall_26_hooks_set_before_wrapping_and_on_the_pipe_fire_once(
     register: Callable[[nn.Module, list[Any]], Any],
 ) -> None:
-    module, calls = layers(), list[Any]()
-    register(module, calls)
+    module, before, after = layers(), list[Any](), list[Any]()
+    register(module, before)
     with made(module, chunks=2) as pipe:
+        register(pipe, after)
         train_once(pipe)
-    assert len(calls) == 1
-
-
-@pytest.mark.parametrize("register", HOOKS.values(), ids=list(HOOKS))
-def test_pitfall_26_hook_set_on_the_pipe_fires_once(
-    pipe: Pipe, register: Callable[[nn.Module, list[Any]], Any]
-) -> None:
-    calls: list[Any] = []
-    register(pipe, calls)
-    train_once(pipe)
-    assert len(calls) == 1
+    assert len(before) == len(after) == 1
 
 
 def test_pitfall_26_forward_hook_may_replace_the_output() -> None:
@@ -457,29 +412,18 @@ COPIES = pytest.mark.parametrize("duplicate", [by_deepcopy, by_pickle, by_torch_
 
 
 @COPIES
-def test_pitfall_25_copy_of_a_live_pipe_computes_the_same(
-    pipe: Pipe, duplicate: Callable[[Pipe], Pipe]
+def test_pitfall_25_copy_of_a_live_pipe_has_its_settings_and_computes_the_same(
+    duplicate: Callable[[Pipe], Pipe],
 ) -> None:
     x = torch.ones(4, 2)
-    expected = pipe(x)
-    with duplicate(pipe) as other:
-        same(other(x), expected)
-
-
-@COPIES
-def test_pitfall_25_copy_has_the_settings(duplicate: Callable[[Pipe], Pipe]) -> None:
-    with made(chunks=3, checkpoint="always") as pipe, duplicate(pipe) as other:
-        settings = (other.balance, other.devices, other.chunks, other.checkpoint)
-        assert settings == (pipe.balance, pipe.devices, 3, "always")
-
-
-@COPIES
-def test_pitfall_25_partitions_of_a_copy_are_its_own_layers(
-    pipe: Pipe, duplicate: Callable[[Pipe], Pipe]
-) -> None:
-    with duplicate(pipe) as other:
-        layers_of_partitions = [layer for partition in other.partitions for layer in partition]
-        assert layers_of_partitions == list(other.children())
+    with made(chunks=3, checkpoint="always") as pipe:
+        expected = pipe(x)
+        with duplicate(pipe) as other:
+            same(other(x), expected)
+            settings = (other.balance, other.devices, other.chunks, other.checkpoint)
+            assert settings == (pipe.balance, pipe.devices, 3, "always")
+            layers_of_partitions = [layer for partition in other.partitions for layer in partition]
+            assert layers_of_partitions == list(other.children())
 
 
 @COPIES
@@ -505,24 +449,13 @@ class Spy(nn.Module):
         return x
 
 
-def test_pitfall_28_wrapping_calls_no_layer() -> None:
+def test_pitfall_28_wrapping_calls_no_layer_and_leaves_parameters_and_the_random_state() -> None:
     spy = Spy()
-    with made(nn.Sequential(spy), [1]):
-        assert spy.calls == 0
-
-
-def test_pitfall_28_wrapping_leaves_the_random_state() -> None:
-    module = layers()
-    before = torch.get_rng_state()
-    with made(module):
-        assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_pitfall_28_wrapping_leaves_the_memory_of_parameters() -> None:
-    module = layers()
-    before = [parameter.data_ptr() for parameter in module.parameters()]
-    with made(module):
-        assert [parameter.data_ptr() for parameter in module.parameters()] == before
+    module = nn.Sequential(spy, *layers())
+    before = [parameter.data_ptr() for parameter in module.parameters()], torch.get_rng_state()
+    with made(module, [1, 4]):
+        assert spy.calls == 0 and torch.equal(torch.get_rng_state(), before[1])
+        assert [parameter.data_ptr() for parameter in module.parameters()] == before[0]
 
 
 # After it is closed.
