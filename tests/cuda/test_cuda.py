@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from pipert import Pipe
-from tests.cuda.streams import own_streams, sleep
 
 pytestmark = pytest.mark.cuda
 
@@ -129,11 +128,6 @@ def test_what_a_layer_keeps_on_cpu_on_purpose_stays_there() -> None:
     assert found == ["cuda", "cpu"]
 
 
-def test_the_default_devices_are_the_gpus() -> None:
-    with Pipe(perceptron(1), balance=[2]) as pipe:
-        assert pipe.devices == [torch.device("cuda", 0)]
-
-
 # Threads ------------------------------------------------------------------------------------------
 
 
@@ -183,22 +177,6 @@ def test_the_current_device_of_a_layer_is_the_one_of_its_partition() -> None:
     with pipe_of(nn.Sequential(*notes), ["cuda:0", "cuda:1"], chunks=1) as pipe:
         pipe(torch.ones(4, 1))
     assert found == [0, 1]
-
-
-# Streams ------------------------------------------------------------------------------------------
-
-
-@placements
-def test_a_call_waits_for_the_pending_work_of_the_caller_s_stream(devices: list[str]) -> None:
-    with pipe_of(nn.Sequential(*[nn.Identity() for _ in devices]), devices) as pipe:
-        for attempt in range(3):
-            with own_streams("cuda:0"):
-                x = torch.zeros(64, 1024, device="cuda:0")
-                sleep()
-                x += attempt + 1
-                y = pipe(x)
-                total = y.sum().item()
-            assert total == (attempt + 1) * 64 * 1024
 
 
 # Random numbers -----------------------------------------------------------------------------------
@@ -252,23 +230,6 @@ def test_a_model_that_draws_on_the_gpu_alone_moves_the_cpu_s_generator_by_one_dr
         pipe(torch.ones(8, 16))
     assert torch.equal(torch.get_rng_state(), expected)
     assert torch.equal(torch.cuda.get_rng_state("cuda:0"), on_gpu)
-
-
-# Autocast -----------------------------------------------------------------------------------------
-
-
-@modes
-def test_gradients_under_autocast_are_those_of_the_plain_module(checkpoint: str) -> None:
-    plain = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)).to("cuda:0")
-    x = torch.randn(8, 16, device="cuda:0")
-    with torch.autocast("cuda", dtype=torch.bfloat16):
-        expected = torch.autograd.grad(plain(x).float().sum(), list(plain.parameters()))
-    with Pipe(plain, [2, 1], devices=["cuda:0"] * 2, chunks=2, checkpoint=checkpoint) as pipe:
-        with torch.autocast("cuda", dtype=torch.bfloat16):
-            loss = pipe(x).float().sum()
-        grads = torch.autograd.grad(loss, list(pipe.parameters()))
-    for grad, right in zip(grads, expected, strict=True):
-        torch.testing.assert_close(grad, right, rtol=2e-2, atol=2e-2)
 
 
 # Memory -------------------------------------------------------------------------------------------

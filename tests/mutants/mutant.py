@@ -5,12 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["ROOT", "Mutant", "Span"]
+__all__ = ["ROOT", "Mutant", "Row", "Span"]
 
 ROOT = Path(__file__).parents[2]
 
 Span = tuple[int, int]
 """The begin and end of a piece of a file's text."""
+
+Row = tuple[str, str, str, str, str]
+"""The fields of a mutant, as the lists have them."""
 
 
 class Mutant(NamedTuple):
@@ -21,12 +24,10 @@ class Mutant(NamedTuple):
     file: str
     """The path from the root of the repository."""
     what: str
-    """A description of the removed part, or for a breakage, of the effect."""
+    """A description of the removed part."""
     text: str
     """The piece to replace, which occurs in the file exactly once."""
     instead: str
-    tests: tuple[str, ...] = ()
-    """The test files that are expected to notice it. Mutants of waits have no such list."""
 
     def source(self, root: Path = ROOT) -> str:
         """Returns the text of the unchanged file."""

@@ -2,72 +2,47 @@
 
 from __future__ import annotations
 
-from tests.mutants.mutant import Mutant
+from tests.mutants.mutant import Row
 
 __all__ = ["MUTANTS"]
 
 COPIES, AROUND = "pipert/any_model/tensor_copies.py", "pipert/any_model/around_layers.py"
 ACTIONS = "pipert/any_model/model_actions.py"
 
-MUTANTS = [
-    Mutant(
-        "thread-on-first-device", AROUND, "the partition's device as its thread's current one",
-        "torch.cuda.set_device(stage.place.device)", "pass",
-    ),
-    Mutant(
-        "moved-not-after-end", COPIES,
-        "the copy stream's wait, at a partition's end, for its computation",
-        "self._stage.ends.copies.let_others_copy(self._i)", "pass",
-    ),
-    Mutant(
-        "inputs-not-after-copy", COPIES, "a first partition's wait for the copies of its inputs",
-        "self._wait_for(*self._stage.ends.copies.bring(self._i, x, None))",
-        "self._stage.ends.copies.bring(self._i, x, None)[0]",
-    ),
-    Mutant(
-        "moved-not-after-copy", COPIES,
-        "the wait for the copy by the partition that moves a tensor",
-        "self._wait_for(*self._stage.ends.copies.bring(self._i, (tensor,), origin))",
-        "self._stage.ends.copies.bring(self._i, (tensor,), origin)[0]",
-    ),
-    Mutant(
-        "moved-waits-backwards", COPIES,
-        "compute's wait for the copy: the copy waits for compute instead",
-        "transport.wait(self._i, value, compute, copied)",
-        "transport.wait(self._i, value, copied, compute)",
-    ),
-    Mutant(
-        "moved-waits-on-default", COPIES, "the stream on which the partition computes",
-        "compute = streams.compute_stream(self._stage.place.device)\n",
-        "compute = torch.cuda.default_stream(self._stage.place.device)\n",
-    ),
-    Mutant(
-        "made-elsewhere-not-waited-for", COPIES,
-        "a copy's wait for a tensor that the same partition made on another device",
-        "streams.wait(source, streams.compute_stream(tensor.device))", "pass",
-    ),
-    Mutant(
-        "made-elsewhere-by-another", COPIES, "the copy stream of the micro-batch",
-        "source = self._run.streams.get(tensor.device, self._i)",
-        "source = self._run.streams.get(tensor.device, self._i + 1)",
-    ),
-    Mutant(
-        "gradient-not-after-copy", COPIES, "a partition's wait for the gradient of a moved tensor",
-        "(tensor,) = transfer.wait_back((tensor,), copying, compute)", "pass",
-    ),
-    Mutant(
-        "gradient-of-another", COPIES, "the copy stream that brings a gradient back",
-        "copying = self._run.streams.get(tensor.device, self._i)",
-        "copying = self._run.streams.get(tensor.device, self._i + 1)",
-    ),
-    Mutant(
-        "gradient-waits-on-default", COPIES, "the stream that waits for a gradient",
-        "compute = streams.compute_stream(tensor.device)",
-        "compute = torch.cuda.default_stream(tensor.device)",
-    ),
-    Mutant(
-        "any-model-gradients-not-after-backward", ACTIONS,
-        "in a step, the wait of a gradient's copy for its computation",
-        "cut.copies.let_others_copy(i)", "pass",
-    ),
-]
+MUTANTS: list[Row] = [
+    ("thread-on-first-device", AROUND, "the partition's device as its thread's current one",
+     "torch.cuda.set_device(stage.place.device)", "pass"),
+    ("moved-not-after-end", COPIES,
+     "the copy stream's wait, at a partition's end, for its computation",
+     "self._stage.ends.copies.let_others_copy(self._i)", "pass"),
+    ("inputs-not-after-copy", COPIES, "a first partition's wait for the copies of its inputs",
+     "self._wait_for(*self._stage.ends.copies.bring(self._i, x, None))",
+     "self._stage.ends.copies.bring(self._i, x, None)[0]"),
+    ("moved-not-after-copy", COPIES, "the wait for the copy by the partition that moves a tensor",
+     "self._wait_for(*self._stage.ends.copies.bring(self._i, (tensor,), origin))",
+     "self._stage.ends.copies.bring(self._i, (tensor,), origin)[0]"),
+    ("moved-waits-backwards", COPIES,
+     "compute's wait for the copy: the copy waits for compute instead",
+     "transport.wait(self._i, value, compute, copied)",
+     "transport.wait(self._i, value, copied, compute)"),
+    ("moved-waits-on-default", COPIES, "the stream on which the partition computes",
+     "compute = streams.compute_stream(self._stage.place.device)\n",
+     "compute = torch.cuda.default_stream(self._stage.place.device)\n"),
+    ("made-elsewhere-not-waited-for", COPIES,
+     "a copy's wait for a tensor that the same partition made on another device",
+     "streams.wait(source, streams.compute_stream(tensor.device))", "pass"),
+    ("made-elsewhere-by-another", COPIES, "the copy stream of the micro-batch",
+     "source = self._run.streams.get(tensor.device, self._i)",
+     "source = self._run.streams.get(tensor.device, self._i + 1)"),
+    ("gradient-not-after-copy", COPIES, "a partition's wait for the gradient of a moved tensor",
+     "(tensor,) = transfer.wait_back((tensor,), copying, compute)", "pass"),
+    ("gradient-of-another", COPIES, "the copy stream that brings a gradient back",
+     "copying = self._run.streams.get(tensor.device, self._i)",
+     "copying = self._run.streams.get(tensor.device, self._i + 1)"),
+    ("gradient-waits-on-default", COPIES, "the stream that waits for a gradient",
+     "compute = streams.compute_stream(tensor.device)",
+     "compute = torch.cuda.default_stream(tensor.device)"),
+    ("any-model-gradients-not-after-backward", ACTIONS,
+     "in a step, the wait of a gradient's copy for its computation",
+     "cut.copies.let_others_copy(i)", "pass"),
+]  # fmt: skip

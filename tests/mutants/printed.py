@@ -1,4 +1,4 @@
-"""Formats the tables as Markdown: what was removed or broken, and which test noticed."""
+"""Formats the table as Markdown: what was removed, and which test noticed."""
 
 from __future__ import annotations
 
@@ -7,15 +7,11 @@ from collections.abc import Sequence
 from tests.mutants.mutant import Mutant
 from tests.mutants.trial import Verdict
 
-__all__ = ["HEADER", "HEADER_OF_BREAKAGES", "row", "row_of_breakage", "summary"]
+__all__ = ["HEADER", "row", "summary"]
 
 HEADER = """\
 | mutant | taken out | in | noticed by | by | in words |
 |---|---|---|---|---|---|"""
-
-HEADER_OF_BREAKAGES = """\
-| breakage | what happens then | in | noticed by | seconds |
-|---|---|---|---|---|"""
 
 
 def row(mutant: Mutant, verdict: Verdict) -> str:
@@ -24,15 +20,6 @@ def row(mutant: Mutant, verdict: Verdict) -> str:
     return (
         f"| {mutant.name} | {mutant.what} | {mutant.file.removeprefix('pipert/')} "
         f"| {_noticed_by(verdict)} | {kind} | {_escaped(verdict.how)} |"
-    )
-
-
-def row_of_breakage(mutant: Mutant, verdict: Verdict) -> str:
-    """Formats what was broken, which test noticed, and how long all runs of the tests took."""
-    by = verdict.how if verdict.failed == "-" else _noticed_by(verdict)
-    return (
-        f"| {mutant.name} | {mutant.what} | {mutant.file.removeprefix('pipert/')} "
-        f"| {by} | {verdict.seconds:.0f} |"
     )
 
 

@@ -17,7 +17,7 @@ __all__ = ["REASONS", "Site", "sites", "without_mutant"]
 
 ANYWHERE = {
     "wait_stream", "wait_event", "record_stream", "record_event", "query",
-    "current_stream", "default_stream", "set_stream", "set_device", "fork_rng",
+    "current_stream", "default_stream", "set_stream", "set_device",
     "compute_stream", "current_streams", "_set_streams",
     "_wait_for", "let_others_copy",
     "follow_the_caller", "return_what_was_read", "devices_with_own_streams",
@@ -30,7 +30,7 @@ OF = {
     "transfer": {"wait", "copy"},
     "transport": {"wait", "copy"},
     "_transport": {"wait", "copy"},
-    "cuda": {"Stream", "Event", "ExternalStream", "synchronize", "stream", "device", "device_of"},
+    "cuda": {"Stream", "Event", "ExternalStream", "stream", "device", "device_of"},
     "event": {"record", "wait", "synchronize"},
     "_streams": {"get"},
     "copies": {"stream"},
@@ -45,11 +45,6 @@ REASONS = {
     ): "identifies a wait in a recording",
     ("pipert/stage/copies.py", "self.stream(i)"): "the waits on it have mutants",
     ("pipert/layers/effects.py", "self._streams.get(device, -1)"): "likewise",
-    ("pipert/layers/cpu_draws.py", "fork_rng(*args, **kwargs)"): "torch's own, called through",
-    (
-        "pipert/check/ways.py",
-        "torch.cuda.synchronize(device)",
-    ): "before the host's clock is read; only a real GPU would still be busy",
 }
 """The places that need no mutant, with the reason."""
 

@@ -1,6 +1,6 @@
 """The tables of mutants fit the package: none is out of date, no place of a wait is without one.
 
-Whether the tests notice them is shown by ``python -m tests.mutants``, and with ``--breakages``.
+Whether the tests notice them is shown by ``python -m tests.mutants``.
 """
 
 from __future__ import annotations
@@ -9,15 +9,13 @@ import ast
 
 import pytest
 
-from tests.mutants.mutant import ROOT, Mutant
+from tests.mutants import MUTANTS
+from tests.mutants.mutant import Mutant
 from tests.mutants.printed import row, summary
 from tests.mutants.sites import REASONS, sites, without_mutant
-from tests.mutants.table import BREAKAGES, MUTANTS
 from tests.mutants.trial import Verdict
 
-ALL = [*MUTANTS, *BREAKAGES]
-
-each = pytest.mark.parametrize("mutant", ALL, ids=lambda mutant: mutant.name)
+each = pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 
 
 @each
@@ -28,14 +26,7 @@ def test_a_mutant_s_text_occurs_once_and_what_is_left_compiles(mutant: Mutant) -
 
 
 def test_names_are_unique() -> None:
-    assert len({mutant.name for mutant in ALL}) == len(ALL)
-
-
-def test_each_breakage_names_existing_test_files() -> None:
-    """Name those that the tests have gone to, by what the breakage says that it breaks."""
-    files = [(mutant.name, file) for mutant in BREAKAGES for file in mutant.tests]
-    assert {name for name, _ in files} == {mutant.name for mutant in BREAKAGES}
-    assert [(name, file) for name, file in files if not (ROOT / file).is_file()] == []
+    assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
 
 
 def test_each_use_of_streams_has_a_mutant_or_a_reason() -> None:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import pytest
 
 from tests.mutants.mutant import ROOT, Mutant
-from tests.mutants.suite import Suite
+from tests.mutants.suite import stages
 
 __all__ = ["Tree", "Verdict"]
 
@@ -54,13 +54,19 @@ class Tree:
     """A copy of the repository, in which one mutant after the other is tried.
 
     It lacks the tests of the mutants themselves, which would notice every one.
+
+    Args:
+        root: where it is made.
+        tests: the tests to run, if not those of the stages.
+        most: the number of the last stage.
     """
 
-    def __init__(self, root: Path, suite: Suite) -> None:
+    def __init__(self, root: Path, tests: Sequence[str] | None, most: int) -> None:
         self._root = root
-        self._suite = suite
+        self._tests = tests
+        self._most = most
         self._written = 0
-        _processes.set_forkserver_preload([suite.preload])  # one suite in a process
+        _processes.set_forkserver_preload(["tests.mutants.preload"])
         ignored = shutil.ignore_patterns(
             ".*", "__pycache__", "*.egg-info", "build", "dist", "mutants"
         )
@@ -71,7 +77,7 @@ class Tree:
         path = self._root / mutant.file
         seconds = 0.0
         verdict = Verdict("", "", 0.0)
-        for tests in self._suite.stages(mutant):
+        for tests in [self._tests] if self._tests else stages(mutant)[: self._most]:
             try:
                 verdict = self._first_to_notice(tests, path, mutant.mutated(), once)
             finally:
@@ -112,7 +118,7 @@ class Tree:
         report.unlink(missing_ok=True)
         started = perf_counter()
         arguments = [
-            *self._suite.options, "--sweep", "-q", "-p", "no:cacheprovider",
+            "--simulated-gpus", "--sweep", "-q", "-p", "no:cacheprovider",
             f"--rootdir={self._root}", f"--junitxml={report}", *options,
         ]  # fmt: skip
         process = _processes.Process(target=_pytest, args=(self._root, output, arguments))
