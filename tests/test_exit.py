@@ -302,7 +302,6 @@ print(k > 4, *problems, sep="\\n")
 @pytest.mark.parametrize(
     "what",
     {
-        "a call": "sweep(has_run, lambda pipe: pipe(ROWS))",
         "the first call": "sweep(lambda pipe: pipe, lambda pipe: pipe(ROWS))",
         "a backward": "sweep(lambda pipe: pipe(ROWS).sum(), lambda loss: loss.backward())",
         "close": "sweep(has_run, Pipe.close)",

@@ -141,17 +141,6 @@ def test_a_loss_that_is_a_mean_over_rows_is_the_same(tmp_path: Path, accumulate:
     )
 
 
-def test_a_mean_over_labels_is_the_same_where_the_model_does_not_take_their_number(
-    tmp_path: Path,
-) -> None:
-    cuts = ["bert.encoder.layer.1"]
-    train = [{**row, "labels": row["labels"].clamp(max=1)} for row in rows(24)]
-    assert_same(
-        *both(tmp_path, lambda: build("BertForTokenClassification"), cuts, train=train,
-              eval=train[:7])
-    )  # fmt: skip
-
-
 def test_a_scaler_of_the_accelerator_scales_the_gradients(tmp_path: Path) -> None:
     """The accelerator has one for half precision on GPUs."""
     batch = torch.utils.data.default_collate(rows(6))

@@ -317,7 +317,7 @@ def test_a_tensor_that_a_layer_keeps_for_itself_is_trained(chunks: int, way: Way
     same([tensor.grad, *[p.grad for p in module.parameters()]], list(expected))
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", [*SCHEDULES, "zb-h1"])
 def test_a_parameter_that_is_frozen_after_its_use_has_no_grad(schedule: str) -> None:
     class Freezes(nn.Module):
         def __init__(self) -> None:

@@ -311,20 +311,6 @@ def during(step, rows):
     assert_same(run.final(), undisturbed)
 
 
-@pytest.mark.parametrize(
-    "devices",
-    [
-        pytest.param("cuda:0,cuda:0", marks=pytest.mark.cuda),
-        pytest.param("cuda:0,cuda:1", marks=pytest.mark.multi_gpu),
-    ],
-)
-def test_a_stop_on_gpus_changes_no_result(run: Folders, expected: Folders, devices: str) -> None:
-    expected.run(f"--devices {devices} --steps 8")
-    run.run(f"--devices {devices} --steps 5")
-    run.run(f"--devices {devices} --steps 8")
-    assert_same(run.final(8), expected.final(8))
-
-
 def test_two_processes_do_not_use_the_same_states(run: Folders) -> None:
     first = run.start("--steps 100000 --save-every 1000")
     first.wait_for("saved")
@@ -379,19 +365,6 @@ def during(step, rows):
     assert first.lines("out of memory") == [{"step": "1", "chunks": "4"}]
     run.run("--steps 10")  # has memory enough, and goes on as it was
     assert_same(run.final(10), expected.final(10))
-
-
-def test_the_service_ends_if_one_row_needs_too_much_memory(run: Folders) -> None:
-    script = """
-def during(step, rows):
-    if step > 3:
-        raise torch.OutOfMemoryError("there is no room")
-"""
-    life = run.start(script=script)
-    assert life.wait() == 1
-    assert [line["chunks"] for line in life.lines("out of memory")] == ["4"]
-    assert "OutOfMemoryError: there is no room" in life.text()
-    assert run.final(2)["steps"] == 2
 
 
 def test_a_stuck_step_ends_the_service_and_says_where(run: Folders) -> None:
@@ -461,9 +434,3 @@ def test_a_wrong_option_ends_the_service_with_code_2(
         example.main(["--data", "x", "--state", "x", *options.split()])
     assert end.value.code == 2
     assert message in capsys.readouterr().err
-
-
-def test_a_kill_costs_at_most_the_steps_that_readme_says(example: ModuleType) -> None:
-    options = example.read_options(["--data", "x", "--state", "x"])
-    readme = (ROOT / "README.md").read_text()
-    assert options.save_every == 10 and "It saves every ten steps, so a kill costs ten" in readme

@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["Operation", "Report", "Simulation", "Span"]
+__all__ = ["Operation", "Report", "Simulation"]
 
 
 class Operation(NamedTuple):
@@ -54,23 +54,13 @@ class Report(NamedTuple):
         )
 
 
-class Span(NamedTuple):
-    """An operation in virtual time."""
-
-    stream: str
-    start: float
-    """Microseconds."""
-    end: float
-    name: str
-
-
 class Simulation:
     """The simulated devices of this process."""
 
     def __init__(self, library: Path, devices: int) -> None:
         self.c = c = ctypes.CDLL(str(library))
         size, number = ctypes.c_size_t, ctypes.c_double
-        for function in (c.sim_reports, c.sim_trace, c.sim_elapsed_ms, c.sim_resize_storage):
+        for function in (c.sim_reports, c.sim_elapsed_ms, c.sim_resize_storage):
             function.restype = ctypes.c_void_p
         for function in (c.sim_time, c.sim_host_time):
             function.restype = number
@@ -89,9 +79,9 @@ class Simulation:
 
     # Order ----------------------------------------------------------------------------------------
 
-    def detect(self, on: bool = True, *, stacks: bool = False, trace: bool = False) -> None:
-        """Sets whether to look for races, keep Python stacks, and keep a trace of operations."""
-        self.c.sim_detect(int(on), int(stacks), int(trace))
+    def detect(self, on: bool = True, *, stacks: bool = False) -> None:
+        """Sets whether to look for races, and whether to keep Python stacks."""
+        self.c.sim_detect(int(on), int(stacks))
 
     def reports(self) -> list[Report]:
         """Returns the reports since the last ``clear``; without ``stacks`` each kind of pair once.
@@ -165,10 +155,6 @@ class Simulation:
         if message is not None:
             raise (RuntimeError if message.startswith("CUDA error") else ValueError)(message)
         return elapsed.value
-
-    def trace(self) -> list[Span]:
-        """Returns each operation since ``reset_time``; needs ``detect(trace=True)``."""
-        return [Span(*span) for span in self._read(self.c.sim_trace)]
 
     # Memory ---------------------------------------------------------------------------------------
 

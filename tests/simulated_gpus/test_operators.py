@@ -181,37 +181,3 @@ def test_a_sparse_embedding_trains_as_on_the_cpu() -> None:
             optimizer.step()
             optimizer.zero_grad()
     torch.testing.assert_close(there.weight.cpu(), here.weight)
-
-
-# Optimizers, files --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("how", ["fused", "foreach"])
-@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD])
-def test_an_optimizer_trains_as_on_the_cpu(kind: Any, how: str) -> None:
-    here = nn.Linear(3, 2)
-    there = copy.deepcopy(here).to(DEVICE)
-    for module, options in ((here, {}), (there, {how: True})):
-        optimizer = kind(module.parameters(), lr=0.1, **options)
-        for _ in range(2):
-            optimizer.zero_grad()
-            module(randn(4, 3).to(module.weight.device)).pow(2).sum().backward()
-            optimizer.step()
-    torch.testing.assert_close(there.weight.cpu(), here.weight)
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_a_scaler_skips_the_step_that_overflows(fused: bool) -> None:
-    layer = nn.Linear(3, 2, device=DEVICE)
-    optimizer = torch.optim.Adam(layer.parameters(), fused=fused)
-    scaler = torch.amp.GradScaler("cuda", init_scale=4.0)
-    for factor, changes in ((1.0, True), (float("inf"), False)):
-        before = layer.weight.detach().clone()
-        with torch.autocast("cuda"):
-            loss = layer(randn(4, 3).to(DEVICE)).float().sum() * factor
-        optimizer.zero_grad()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        assert torch.equal(before, layer.weight) != changes
-    assert scaler.get_scale() == 2.0

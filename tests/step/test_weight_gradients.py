@@ -163,23 +163,6 @@ def test_the_backward_computes_no_gradient_of_a_weight_that_is_put_off() -> None
     assert counts == [2 * (4 + 3 + 4)] * 2
 
 
-@pytest.mark.parametrize("kind", ["Pipe", "pipeline"])
-def test_hooks_of_a_weight_see_its_whole_gradient(kind: str) -> None:
-    layers = nn.Sequential(linear(3, 3), nn.Tanh(), linear(3, 3))
-    seen: list[Tensor] = []
-    weight: Any = layers[2].weight
-    weight.register_hook(lambda grad: seen.append(grad.clone()) or grad * 2)
-    x = torch.randn(6, 3, dtype=torch.float64)
-    with piped(kind, layers) as pipe:
-        pipe.forward_backward(x, loss_fn=mean, schedule="zb-h1")
-    plain = copy.deepcopy(layers)
-    plain.zero_grad()
-    torch.autograd.backward(mean(plain(x), None))
-    (whole,) = seen
-    same(whole, plain[2].weight.grad)
-    same(weight.grad, 2 * whole)
-
-
 def piped(kind: str, layers: nn.Sequential, **options: Any) -> Any:
     every: dict[str, Any] = {"devices": ["cpu"] * 2, "chunks": 3, "checkpoint": "never"}
     if kind == "Pipe":
@@ -271,40 +254,6 @@ def test_a_step_that_fails_in_w_changes_no_gradient() -> None:
         layers.zero_grad()
         pipe.forward_backward(x, loss_fn=mean, schedule="zb-h1")
         same(grads_of(layers), before, rtol=0, atol=0)
-
-
-def test_equal_steps_have_the_same_bits() -> None:
-    torch.manual_seed(0)
-    layers = nn.Sequential(*[Twice(True) for _ in range(4)])
-    x, found = torch.randn(6, 3), list[Any]()
-    with Pipe(layers, [2, 2], devices=["cpu"] * 2, chunks=3) as pipe:
-        for _ in range(5):
-            layers.zero_grad()
-            pipe.forward_backward(x, loss_fn=lambda y, _: y.square().mean(), schedule="zb-h1")
-            found.append(grads_of(layers))
-    for other in found[1:]:
-        same(other, found[0], rtol=0, atol=0)
-
-
-class Freezes(nn.Module):
-    """Freezes another layer, as a training loop may, between its forward and its backward."""
-
-    def __init__(self, other: nn.Module) -> None:
-        super().__init__()
-        self.other = [other]
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.other[0].requires_grad_(False)
-        return x * 1
-
-
-def test_a_weight_that_was_frozen_since_its_forward_gets_no_gradient() -> None:
-    frozen = linear(3, 3)
-    layers = nn.Sequential(linear(3, 3), frozen, Freezes(frozen))
-    x = torch.randn(3, 3, dtype=torch.float64)
-    with Pipe(layers, [2, 1], devices=["cpu"] * 2, chunks=1, checkpoint="never") as pipe:
-        pipe.forward_backward(x, loss_fn=mean, schedule="zb-h1")
-    assert frozen.weight.grad is None and layers[0].weight.grad is not None
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")

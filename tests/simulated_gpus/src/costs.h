@@ -25,14 +25,6 @@ struct Rates {
 };
 inline Rates rates;
 
-struct Span {
-  int stream;
-  double start, end;
-  std::string_view name;
-};
-inline bool tracing = false;
-inline std::vector<Span> spans;
-
 // When a way is busy: the start and end of each copy, in order.
 using Busy = std::map<double, double>;
 inline Busy ways_out[kMostDevices], ways_in[kMostDevices];
@@ -75,12 +67,7 @@ inline double launch_time(const Stream& stream) {
 }
 
 inline void spend_from(double start, double us, const Operation& operation) {
-  constexpr size_t kMost = 1000000;
-  Stream& stream = *streams[operation.stream];
-  stream.time = start + us;
-  if (tracing && spans.size() < kMost) {
-    spans.push_back({operation.stream, start, stream.time, operation.name});
-  }
+  streams[operation.stream]->time = start + us;
 }
 
 inline void spend(double us, const Operation& operation) {

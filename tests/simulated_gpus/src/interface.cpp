@@ -141,11 +141,10 @@ void sim_shutdown() {
 void sim_free_text(char* text) { free(text); }
 
 // Order
-void sim_detect(int detect, int stacks, int trace) {
+void sim_detect(int detect, int stacks) {
   Locked locked(state_mutex);
   detecting = detect;
   with_stacks = stacks;
-  tracing = trace;
 }
 char* sim_reports() {
   std::vector<Report> copy;
@@ -190,7 +189,6 @@ void sim_reset_time() {
   for (Stream* stream : streams) stream->time = 0;
   for (Busy& busy : ways_out) busy.clear();
   for (Busy& busy : ways_in) busy.clear();
-  spans.clear();
 }
 double sim_time(int device) {
   Locked locked(state_mutex);
@@ -212,13 +210,6 @@ void sim_sleep(double us) {
   Locked locked(state_mutex);
   launch(*operation, current_stream(current_device));
   spend(us, *operation);
-}
-char* sim_trace() {
-  Locked locked(state_mutex);
-  return give_text(json_list(spans, [](const Span& span) {
-    return "[" + json_text(stream_name(span.stream)) + "," + std::to_string(span.start) + "," +
-        std::to_string(span.end) + "," + json_text(span.name) + "]";
-  }));
 }
 
 // Memory
