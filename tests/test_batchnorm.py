@@ -348,21 +348,6 @@ def test_a_deferring_pipe_in_a_layer_updates_nothing_when_it_is_recomputed(check
     same(statistics(inner), before)
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace:UserWarning")  # torch < 2.12
-def test_a_compiled_norm_is_deferred() -> None:
-    module = norm_first(nn.BatchNorm1d(3))
-    plain = copy.deepcopy(module)
-    x = batch(8)
-    norm: Any = torch.compile(module[0], backend="eager")
-    compiled = nn.Sequential(norm, module[1])
-    with deferred(compiled) as pipe:
-        train(pipe, x)
-    plain(x)
-    same(statistics(module), statistics(plain))
-
-
 # What it leaves alone -----------------------------------------------------------------------------
 
 

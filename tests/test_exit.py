@@ -102,21 +102,6 @@ running.wait()
     assert ends(script) == (0, "")
 
 
-def test_a_program_exits_after_the_run_of_a_thread_that_is_no_daemon() -> None:
-    script = """
-running = threading.Event()
-pipe = two(first=Double(lambda x: (running.set(), time.sleep(0.01))), chunks=4)
-
-def serve():
-    print(torch.equal(pipe(ROWS), ROWS * 4))
-
-threading.Thread(target=serve).start()
-running.wait()
-"""
-    result = run(script, whole_end=True)
-    assert (result.returncode, result.stdout, result.stderr) == (0, "True\n", "")
-
-
 def test_a_program_exits_when_threads_that_trained_have_just_ended() -> None:
     script = """
 pipe = Pipe(nn.Sequential(nn.Linear(1, 1), nn.Dropout()), [1, 1], devices=["cpu", "cpu"], chunks=2)

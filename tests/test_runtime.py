@@ -145,42 +145,27 @@ def test_all_partitions_compute_at_once_when_the_pipeline_is_full() -> None:
         assert torch.equal(pipe(rows(4)), rows(4))
 
 
-def test_a_fast_partition_runs_ahead_while_the_next_one_is_blocked() -> None:
+@pytest.mark.parametrize(
+    ("n", "m", "late", "awaited"),
+    [
+        (2, 4, (0, 1), [(1, 0), (2, 0), (3, 0)]),  # a fast partition runs ahead
+        (4, 2, (1, 0), [(0, 3)]),  # though an earlier diagonal is not done
+        (3, 3, (2, 0), [(1, 2)]),  # a slow micro-batch holds up nobody before it (pitfall 32)
+    ],
+)
+def test_a_task_starts_when_its_input_is_there(
+    n: int, m: int, late: Task, awaited: list[Task]
+) -> None:
     done = Events()
 
     def act(i: int, j: int) -> None:
-        if (i, j) == (0, 1):
-            wait(done[1, 0])
-            wait(done[2, 0])
-            wait(done[3, 0])
+        if (i, j) == late:
+            for task in awaited:
+                wait(done[task])
         done[i, j].set()
 
-    with pipe_of(2, act, chunks=4) as pipe:
-        assert torch.equal(pipe(rows(4)), rows(4))
-
-
-def test_a_task_starts_when_its_input_is_there_though_an_earlier_diagonal_is_not_done() -> None:
-    done = Events()
-
-    def act(i: int, j: int) -> None:
-        if (i, j) == (1, 0):
-            wait(done[0, 3])
-        done[i, j].set()
-
-    with pipe_of(4, act, chunks=2) as pipe:
-        assert torch.equal(pipe(rows(2)), rows(2))
-
-
-def test_pitfall_32_a_slow_micro_batch_holds_up_nobody_before_it() -> None:
-    done = Events()
-
-    def act(i: int, j: int) -> None:
-        if (i, j) == (2, 0):
-            wait(done[1, 2])
-        done[i, j].set()
-
-    with pipe_of(3, act, chunks=3) as pipe:
-        assert torch.equal(pipe(rows(3)), rows(3))
+    with pipe_of(n, act, chunks=m) as pipe:
+        assert torch.equal(pipe(rows(m)), rows(m))
 
 
 def test_a_partition_takes_its_micro_batches_in_order() -> None:
@@ -396,25 +381,7 @@ def worker(name: str) -> WorkerThread:
 # Several callers ----------------------------------------------------------------------------------
 
 
-def test_runs_of_two_callers_overlap_in_the_pipeline() -> None:
-    a_is_in_1 = threading.Event()
-    both = threading.Barrier(2)
-
-    def act(i: int, j: int) -> None:
-        if (i, j) == (0, 1):
-            a_is_in_1.set()
-        if (i, j) in {(0, 1), (10, 0)}:
-            both.wait(TIMEOUT)
-
-    with pipe_of(2, act, chunks=1) as pipe:
-        a = Caller(lambda: pipe(rows(1)))
-        wait(a_is_in_1)
-        b = Caller(lambda: pipe(rows(1, first=10)))
-        assert torch.equal(a.result(), rows(1))
-        assert torch.equal(b.result(), rows(1, first=10))
-
-
-def test_callers_at_once_keep_their_own_grad_mode() -> None:
+def test_runs_of_two_callers_overlap_in_the_pipeline_and_keep_their_own_grad_mode() -> None:
     class Scale(Stage):
         def __init__(self, j: int, act: Callable[[int, int], None]) -> None:
             super().__init__(j, act)
@@ -438,6 +405,7 @@ def test_callers_at_once_keep_their_own_grad_mode() -> None:
         wait(a_is_in_1)
         b = Caller(lambda: pipe(rows(1, first=10)))
         assert (a.result().requires_grad, b.result().requires_grad) == (False, True)
+        assert torch.equal(a.result(), rows(1)) and torch.equal(b.result(), rows(1, first=10))
 
 
 # Order of calls, pipes in pipes -------------------------------------------------------------------

@@ -22,12 +22,9 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from pipert import NestedCheckpointError, Pipe
-from pipert.engine.runtime import Runtime
-from pipert.layers.parameter_copies import Substitute, Weights, borrowed, check_borrowers
+from pipert.layers.parameter_copies import Weights, borrowed, check_borrowers
 from pipert.model import split as partition_module
-from pipert.skip.routes import routes
 from pipert.stage import assembly
-from pipert.stage.assembly import Layered
 from pipert.stage.copies import Copies as StageCopies
 from tests.pipes import pipe_of
 from tests.torchscript import uses_torchscript
@@ -247,13 +244,6 @@ class Clamp(nn.Module):
         return x @ self.weight
 
 
-def test_a_layer_that_modifies_its_copy_in_place_is_refused(copies: Copies) -> None:
-    weight = nn.Parameter(torch.eye(3))
-    with pipe_of(nn.Sequential(Head(weight), Clamp(weight)), [1, 1]) as pipe:
-        with pytest.raises(RuntimeError, match="was modified in place"):
-            pipe(torch.ones(2, 3))
-
-
 class ByData(Clamp):
     def forward(self, x: Tensor) -> Tensor:
         self.weight.data.clamp_(0.0, 1.0)
@@ -357,41 +347,3 @@ def test_layers_that_cannot_be_handed_a_copy_are_refused_by_name(kind: str) -> N
     with pytest.raises(ValueError, match="layer '1' is compiled or scripted and uses a parameter"):
         check_borrowers(partition, (layer.weight,))
     check_borrowers(partition, ())
-
-
-# Who borrows what; the substitute.
-
-
-def test_a_substitute_is_found_inside_of_lists_tuples_dicts_and_keywords() -> None:
-    weight = nn.Parameter(torch.zeros(2))
-    other = torch.full((2,), 5.0)
-    with Substitute([(weight, torch.ones(2), 0)]):
-        assert torch.stack([weight, other]).sum() == 12
-        assert torch.cat((weight, other)).sum() == 12
-        assert torch.add(input=weight, other=other).sum() == 12
-        assert torch.equal(weight + other, other + 1)
-        assert weight.sum().item() == 2
-    assert weight.sum().item() == 0
-
-
-def test_between_real_devices_the_parameter_is_copied_to_the_borrowers() -> None:
-    """From cpu to meta, by the stage's own way of copying."""
-    seen: list[torch.device] = []
-
-    class Look(nn.Module):
-        def __init__(self, weight: nn.Parameter) -> None:
-            super().__init__()
-            self.weight = weight
-
-        def forward(self, x: Tensor) -> Tensor:
-            seen.append(self.weight.device)
-            return F.linear(x, self.weight)
-
-    weight = nn.Parameter(torch.ones(3, 3))
-    partitions = [nn.Sequential(Head(weight)), nn.Sequential(Look(weight))]
-    model = Layered((partitions[0], partitions[1]), routes(partitions))
-    engine = Runtime(model, [torch.device("cpu"), torch.device("meta")], [0, 1])
-    (y,) = engine.call([torch.ones(2, 3)], recomputed=(0, 0))
-    engine.close()
-    assert seen == [torch.device("meta")] and weight.device == torch.device("cpu")
-    assert y.device == torch.device("meta") and y.requires_grad

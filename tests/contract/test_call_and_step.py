@@ -1,6 +1,6 @@
 """Tests rows 1 and 2 of the equivalence contract, for a call and for a step.
 
-``test_calls.py`` has what holds for a call alone, ``tests/step`` what does for a step.
+``test_calls_alone.py`` has what holds for a call alone, ``tests/step`` what does for a step.
 """
 
 from __future__ import annotations

@@ -57,30 +57,21 @@ def both(way: Way, hook: Callable[[Any], Any]) -> tuple[Any, Any]:
 
 
 @each_way
-def test_a_tensor_hook_of_a_parameter_gets_the_whole_gradient_once(way: Way) -> None:
-    seen: dict[int, list[Tensor]] = {}
-
-    def hook(module: Any) -> None:
-        for parameter in module.parameters():
-            parameter.register_hook(seen.setdefault(id(parameter), []).append)
-
-    module, plain = both(way, hook)
-    for one, other in zip(module.parameters(), plain.parameters(), strict=True):
-        assert len(seen[id(one)]) == 1
-        same(seen[id(one)], seen[id(other)])
-
-
-@each_way
-def test_a_hook_after_accumulation_is_called_once_and_finds_the_whole_gradient(way: Way) -> None:
+@pytest.mark.parametrize("accumulated", [False, True])
+def test_a_hook_of_a_parameter_is_called_once_and_finds_the_whole_gradient(
+    accumulated: bool, way: Way
+) -> None:
     seen: dict[int, list[Any]] = {}
 
-    def note(parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        seen.setdefault(id(parameter), []).append(parameter.grad.clone())
-
     def hook(module: Any) -> None:
         for parameter in module.parameters():
-            parameter.register_post_accumulate_grad_hook(note)
+            found = seen.setdefault(id(parameter), [])
+            if accumulated:
+                parameter.register_post_accumulate_grad_hook(
+                    lambda parameter, found=found: found.append(parameter.grad.clone())
+                )
+            else:
+                parameter.register_hook(found.append)
 
     module, plain = both(way, hook)
     for one, other in zip(module.parameters(), plain.parameters(), strict=True):
@@ -219,39 +210,28 @@ UNSEEN: dict[str, Callable[[], list[nn.Module]]] = {
 }
 
 
+class ScaledLoss(nn.Module):
+    """A loss with a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, y: Tensor, target: Any) -> Any:
+        return mean(y * self.weight, None)
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("kind", UNSEEN)
+@pytest.mark.parametrize("kind", [*UNSEEN, "of the loss"])
 def test_a_hook_that_would_see_parts_is_refused_or_called_once(kind: str, schedule: str) -> None:
-    module: Any = nn.Sequential(*UNSEEN[kind]())
+    is_loss = kind == "of the loss"
+    module: Any = model() if is_loss else nn.Sequential(*UNSEEN[kind]())
+    loss: Any = ScaledLoss() if is_loss else mean
+    hooked: Any = loss if is_loss else module[1]
     x = batch(7)
-    (expected,) = torch.autograd.grad(mean(module(x), None), module[1].weight)
+    (expected,) = torch.autograd.grad(loss(module(x), None), hooked.weight)
     calls: list[Tensor] = []
-    module[1].weight.register_hook(lambda grad: calls.append(grad) or grad * 2)
-    try:
-        step(module, Way(schedule, "never"), x)
-    except (RuntimeError, ValueError) as error:
-        assert "hook" in str(error)
-        assert module[0].weight.grad is None
-    else:
-        assert len(calls) == 1
-        same(module[1].weight.grad, expected * 2)
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_hook_of_a_parameter_of_the_loss_is_refused_or_called_once(schedule: str) -> None:
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
-
-        def forward(self, y: Tensor, target: Any) -> Any:
-            return mean(y * self.scale, None)
-
-    loss: Any = Scaled()
-    module, x = model(), batch(7)
-    (expected,) = torch.autograd.grad(loss(module(x), None), loss.scale)
-    calls: list[Tensor] = []
-    loss.scale.register_hook(lambda grad: calls.append(grad) or grad * 2)
+    hooked.weight.register_hook(lambda grad: calls.append(grad) or grad * 2)
     try:
         step(module, Way(schedule, "never"), x, loss_fn=loss)
     except (RuntimeError, ValueError) as error:
@@ -259,7 +239,7 @@ def test_a_hook_of_a_parameter_of_the_loss_is_refused_or_called_once(schedule: s
         assert module[0].weight.grad is None
     else:
         assert len(calls) == 1
-        same(loss.scale.grad, expected * 2)
+        same(hooked.weight.grad, expected * 2)
 
 
 # Hooks of modules, which see micro-batches as in a call of the pipe.

@@ -112,11 +112,6 @@ def test_each_item_of_many_threads_is_accounted_for_exactly_once(items: int, clo
     assert sorted(received + refused + returned) == list(range(putters * items))
 
 
-def accounts(item: int, outcome: dict[str, list[int]]) -> list[str]:
-    """Tells where ``item`` went."""
-    return [name for name, items in outcome.items() for it in items if it == item]
-
-
 @functools.cache
 def anywhere(code: CodeType) -> set[int]:
     """Every bytecode: finalizers run whenever a reference is dropped or memory is asked for."""
@@ -167,83 +162,36 @@ GET = {ClosableQueue.get.__code__, Once.take.__code__}
 CLOSE = {ClosableQueue.close.__code__, Once.take.__code__}
 
 
-def test_an_item_that_is_put_while_the_queue_is_closed_is_accounted_for_once() -> None:
+@pytest.mark.parametrize("way", ["put while", "received while", "put during", "received during"])
+def test_an_item_is_accounted_for_once_at_each_place_of_a_close(way: str) -> None:
+    """A finalizer closes the queue within ``put`` or ``get``, or calls these within ``close``."""
+    puts, closes_inside = way.startswith("put"), way.endswith("while")
     for k in range(200):
         queue: ClosableQueue[int] = ClosableQueue()
-        outcome: dict[str, list[int]] = {"returned": [], "refused": []}
+        outcome: list[str] = []
+
+        def act() -> None:
+            try:
+                if puts:  # noqa: B023
+                    queue.put(1)  # noqa: B023
+                elif queue.get() == 1:  # noqa: B023
+                    outcome.append("received")  # noqa: B023
+            except QueueClosed:
+                outcome.extend(["refused"] * puts)  # noqa: B023
 
         def close() -> None:
-            outcome["returned"] += queue.close()  # noqa: B023
+            outcome.extend(["returned"] * queue.close().count(1))  # noqa: B023
 
-        stop = between_bytecodes(k, PUT, close)
-        try:
+        if not puts:
+            if not closes_inside:  # where another thread would wait, this one puts its own item
+                watch(queue, partial(queue.put, 2))
             queue.put(1)
-        except QueueClosed:
-            outcome["refused"].append(1)
+        inside = (PUT if puts else GET) if closes_inside else CLOSE
+        stop = between_bytecodes(k, inside, close if closes_inside else act)
+        (act if closes_inside else close)()
         if not stop():
             break
-        assert len(accounts(1, outcome)) == 1, f"at bytecode {k}: {outcome}"
-    assert k > 10, "no bytecode was interrupted"
-
-
-def test_an_item_that_is_received_while_the_queue_is_closed_is_accounted_for_once() -> None:
-    for k in range(200):
-        queue: ClosableQueue[int] = ClosableQueue()
-        outcome: dict[str, list[int]] = {"returned": [], "received": []}
-
-        def close() -> None:
-            outcome["returned"] += queue.close()  # noqa: B023
-
-        queue.put(1)
-        stop = between_bytecodes(k, GET, close)
-        try:
-            outcome["received"].append(queue.get())
-        except QueueClosed:
-            pass
-        if not stop():
-            break
-        assert len(accounts(1, outcome)) == 1, f"at bytecode {k}: {outcome}"
-    assert k > 10, "no bytecode was interrupted"
-
-
-def test_an_item_that_is_put_during_close_is_accounted_for_once() -> None:
-    for k in range(200):
-        queue: ClosableQueue[int] = ClosableQueue()
-        outcome: dict[str, list[int]] = {"returned": [], "refused": []}
-
-        def put() -> None:
-            try:
-                queue.put(1)  # noqa: B023
-            except QueueClosed:
-                outcome["refused"].append(1)  # noqa: B023
-
-        stop = between_bytecodes(k, CLOSE, put)
-        outcome["returned"] += queue.close()
-        if not stop():
-            break
-        assert len(accounts(1, outcome)) == 1, f"at bytecode {k}: {outcome}"
-    assert k > 10, "no bytecode was interrupted"
-
-
-def test_an_item_that_is_received_during_close_is_accounted_for_once() -> None:
-    for k in range(200):
-        queue: ClosableQueue[int] = ClosableQueue()
-        outcome: dict[str, list[int]] = {"returned": [], "received": []}
-
-        def get() -> None:
-            try:
-                outcome["received"].append(queue.get())  # noqa: B023
-            except QueueClosed:
-                pass
-
-        # Another thread would wait where this one puts an item of its own.
-        watch(queue, partial(queue.put, 2))
-        queue.put(1)
-        stop = between_bytecodes(k, CLOSE, get)
-        outcome["returned"] += queue.close()
-        if not stop():
-            break
-        assert len(accounts(1, outcome)) == 1, f"at bytecode {k}: {outcome}"
+        assert len(outcome) == 1, f"at bytecode {k}: {outcome}"
     assert k > 10, "no bytecode was interrupted"
 
 

@@ -121,17 +121,26 @@ def test_stop_lets_the_current_task_finish(worker: WorkerThread) -> None:
     assert job.outcomes == ["run"]
 
 
-def test_stop_abandons_the_tasks_that_wait(worker: WorkerThread) -> None:
+ENDS = [
+    (WorkerThread.stop, PipeClosedError),
+    pytest.param(lambda worker: throw(worker, SystemExit), WorkerDiedError, marks=kills),
+]
+
+
+@pytest.mark.parametrize(("end", "error"), ENDS, ids=["stop", "an exception from outside"])
+def test_the_end_of_a_worker_abandons_the_tasks_that_wait(
+    worker: WorkerThread, end: Callable[[WorkerThread], object], error: type[Exception]
+) -> None:
     running, go_on = threading.Event(), threading.Event()
     worker.in_queue.put(Job(lambda: (running.set(), go_on.wait(WAIT))))
     running.wait(WAIT)
     jobs = [Job(), Job()]
     for job in jobs:
         worker.in_queue.put(job)
-    worker.stop()
+    end(worker)
     go_on.set()
     worker.join(WAIT)
-    assert [job.outcomes for job in jobs] == [[PipeClosedError], [PipeClosedError]]
+    assert [job.outcomes for job in jobs] == [[error], [error]]
 
 
 @pytest.mark.slow
@@ -157,20 +166,6 @@ def test_workers_end_one_after_another_with_what_their_threads_hold() -> None:
     for worker in workers:
         worker.join(WAIT)
     assert events == 3 * ["begins", "ends"]
-
-
-@kills
-def test_an_exception_from_outside_abandons_the_tasks_that_wait(worker: WorkerThread) -> None:
-    running, go_on = threading.Event(), threading.Event()
-    worker.in_queue.put(Job(lambda: (running.set(), go_on.wait(WAIT))))
-    running.wait(WAIT)
-    jobs = [Job(), Job()]
-    for job in jobs:
-        worker.in_queue.put(job)
-    throw(worker, SystemExit)
-    go_on.set()
-    worker.join(WAIT)
-    assert [job.outcomes for job in jobs] == [[WorkerDiedError], [WorkerDiedError]]
 
 
 @kills
@@ -227,26 +222,15 @@ WORKERS = pytest.mark.parametrize("worker", [0, 1, 2], ids=["first", "last", "cl
 
 @WORKERS
 @kills
-def test_the_caller_learns_that_a_worker_was_ended_from_outside(worker: int) -> None:
+def test_the_caller_learns_that_a_worker_was_ended_from_outside_and_the_next_call_works(
+    worker: int,
+) -> None:
     pipe = two(Double(), Double())
     pipe(ROWS)
     thread = pipe._runtime.pool._threads[worker]
     until_blocked(thread)
     throw(thread, SystemExit)
-    outcome = call(lambda: pipe(ROWS))
-    assert type(outcome) is WorkerDiedError
-    pipe.close()
-
-
-@WORKERS
-@kills
-def test_the_call_after_the_end_of_a_worker_works(worker: int) -> None:
-    pipe = two(Double(), Double())
-    pipe(ROWS)
-    thread = pipe._runtime.pool._threads[worker]
-    until_blocked(thread)
-    throw(thread, SystemExit)
-    call(lambda: pipe(ROWS))
+    assert type(call(lambda: pipe(ROWS))) is WorkerDiedError
     thread.join(WAIT)
     outcome = call(lambda: pipe(ROWS))
     assert isinstance(outcome, Tensor) and torch.equal(outcome, ROWS * 4)
