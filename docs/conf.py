@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # these pages' own pipert, i
 import pipert  # noqa: E402
 
 project = "pipert"
-author = "the pipert authors"
+author = copyright = "the pipert authors"
 version = release = pipert.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]

@@ -35,6 +35,7 @@ NEEDS = {
     "any_model": ("transformers", "accelerate", "peft"),
     "fine_tuning": ("transformers", "accelerate", "peft", "lightning"),
     "seeing": ("matplotlib",),
+    "start": ("transformers",),
     "ddp": ("numpy",), "several_machines": ("numpy",),
 }
 
@@ -50,10 +51,11 @@ def given(page: Path) -> dict[str, object]:
     if torch.cuda.device_count() == 1:
         pytest.skip("two partitions need two GPUs, or none")
     a, b, c, d = (nn.Linear(8, 8) for _ in range(4))
-    data = [(torch.randn(16, 8), torch.randn(16, 8))]
-    return {"torch": torch, "nn": nn, "a": a, "b": b, "c": c, "d": d, "data": data,
-            "loss_fn": nn.functional.mse_loss, "llama": Blocks(), "batch": {"x": data[0][0]},
-            "labels": data[0][1], "balance": [4]}  # fmt: skip
+    x, target = torch.randn(16, 8), torch.randn(16, 8)
+    llama = Blocks()
+    return {"nn": nn, "a": a, "b": b, "c": c, "d": d, "data": [(x, target)], "llama": llama,
+            "batch": {"x": x}, "loader": [({"x": x}, target)], "loss_fn": nn.functional.mse_loss,
+            "optimizer": torch.optim.SGD(llama.parameters(), lr=0.1)}  # fmt: skip
 
 
 class Blocks(nn.Module):
@@ -77,10 +79,8 @@ class Blocks(nn.Module):
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("page", [p for p in PAGES if CODE.search(p.read_text())], ids=named)
 def test_the_code_of_a_page_runs_from_top_to_bottom(
-    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if page == OUTSIDE[0]:
-        request.getfixturevalue("one_rank")
     for package in NEEDS.get(page.stem, ()):
         pytest.importorskip(package, reason="the page uses it")
     monkeypatch.chdir(tmp_path)  # where pages that write files do so
@@ -259,8 +259,8 @@ def test_ci_runs_each_command_of_readme_under_its_number() -> None:
         assert what in commands[int(number) - 1] and short != what
 
 
-def test_the_page_beside_other_libraries_cites_times_that_the_benchmarks_list() -> None:
-    row = re.search(r"^\| measured: .*", (DOCS / "other_libraries.md").read_text(), re.MULTILINE)
+def test_the_table_of_other_libraries_cites_times_that_the_benchmarks_list() -> None:
+    row = re.search(r"^\| measured: .*", (DOCS / "moving.md").read_text(), re.MULTILINE)
     assert row is not None
     times = re.findall(r"(\d+) ms", row[0])
     steps = OUTSIDE[2].read_text().partition("## `forward_backward.py`")[2].partition("\n## ")[0]
