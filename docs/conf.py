@@ -33,6 +33,7 @@ pygments_dark_style = "native"
 myst_heading_anchors = 3
 
 autodoc_member_order = "bysource"
+autodoc_default_options = {"undoc-members": True}
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
 autodoc_inherit_docstrings = False
