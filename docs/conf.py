@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # these pages' own pipert, i
 import pipert  # noqa: E402
 
 project = "pipert"
-author = "the pipert authors"
+author = copyright = "the pipert authors"
 version = release = pipert.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
@@ -33,6 +33,7 @@ pygments_dark_style = "native"
 myst_heading_anchors = 3
 
 autodoc_member_order = "bysource"
+autodoc_default_options = {"undoc-members": True}
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
 autodoc_inherit_docstrings = False

@@ -1,4 +1,4 @@
-"""Checks copies, values, repeated steps, memory, overlap and speed (docs/check.md).
+"""Checks copies, values, repeated steps, memory, overlap and speed (docs/limits.md).
 
 A missing wait shows as a value that changes now and then, when a device reads data that has not
 arrived. So steps are repeated from one seed, with dropout and under load: the chain's copies take

@@ -16,7 +16,7 @@ from pipert.check.ways import BROKEN, HOLDS, NOT_CHECKED, REPORTED, Finding, jud
 from tests import scripts
 
 CPU = torch.device("cpu")
-PAGE = Path(__file__).parents[2] / "docs" / "check.md"
+PAGE = Path(__file__).parents[2] / "docs" / "limits.md"
 
 
 @pytest.fixture
