@@ -266,8 +266,7 @@ class AroundLayers:
             compute = partial(stage.layers.call_layer, self._i, layer.module, layer.name, call)
             drawing = self._draws.from_here() if shared.draws else None
             return checkpointed_call(self._segments, layer.name, compute, drawing, args, kwargs)
-        with stage.layers.locked(layer.module):
-            return call(*args, **kwargs)
+        return stage.layers.call_locked(layer.module, call, *args, **kwargs)
 
     def note_of_call(self, layer: ModelLayer, args: Any, kwargs: dict[str, Any]) -> str:
         """Return the note for an error that ``layer`` raised."""

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -76,12 +76,15 @@ class _CheckpointOfFunctions(_Checkpoint):
     """A *Checkpoint* of functions written in Python, whose backward may call the engine."""
 
 
-def is_needed(node: Any) -> bool:
-    """Whether the current backward asks for the gradient that goes to this node."""
-    try:
-        return will_execute(node)
-    except RuntimeError:  # torch does not answer for a leaf that autograd.grad asks for
-        return True
+def are_needed(edges: Iterable[tuple[Any, int]]) -> list[bool]:
+    """Whether the current backward asks for the gradients that go to these nodes."""
+    needed = []
+    for node, _ in edges:
+        try:
+            needed.append(will_execute(node))
+        except RuntimeError:  # torch does not answer for a leaf that autograd.grad asks for
+            needed.append(True)
+    return needed
 
 
 class _Thread(threading.local):

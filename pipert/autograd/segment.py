@@ -24,7 +24,7 @@ costs as much as a small operation. So:
 
 from __future__ import annotations
 
-import weakref
+import operator
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from itertools import compress, count
@@ -32,22 +32,22 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, Node
 
 from pipert._torch import node_count, tensor_hooks
 from pipert._typing import Tensors, Value
 from pipert.autograd import order
 from pipert.autograd.checkpoint import (
     Gate,
+    are_needed,
     connect_inputs,
     differentiate_partially,
-    is_needed,
     proxy_of,
     through_checkpoint,
 )
 from pipert.autograd.hooks import Forget, Hooks, refuse, refuse_transform
 from pipert.autograd.leaves import origins
-from pipert.batch.tensors import describe, differentiable, tensors_of, version
+from pipert.batch.tensors import describe, differentiable, tensors_of, versions
 from pipert.errors import RecomputationError
 
 T = TypeVar("T")
@@ -75,14 +75,9 @@ def edges_of(tensors: Tensors) -> Edges:
     return tuple(map(order.edge_of, tensors))
 
 
-class Made(NamedTuple):
-    """An output tensor of a segment."""
-
-    tensor: weakref.ref[Tensor]
-    version: int
-    segment: weakref.ref[Segment]
-    k: int
-    """Its index among the segment's outputs."""
+Made = tuple[Callable[[], Tensor | None], int, "Callable[[], Segment | None]", int]
+"""An output of a segment: the tensor, by a weak reference, its version, the segment, likewise, and
+the output's index."""
 
 
 class Group(Protocol):
@@ -146,16 +141,14 @@ class Segment:
             RuntimeError: a layer has changed an input, or put a hook on it.
         """
         tensors, self._rebuild = tensors_of(value)
-        given = self._save(tensors, made)
-        before_call = [] if self._copies else list(map(_state, tensors))
-        self._wanting = [k for k, tensor in enumerate(given) if tensor.requires_grad]
-        begins = [given[k].grad_fn or order.edge_of(given[k]).node for k in self._wanting]
+        states = _states(tensors, not self._copies)
+        given, xs, begins = self._save(tensors, states[0], made)
         forget = Forget(next, saves := count())
         forget.hooks = self._group.hooks
         before = node_count()
         with torch.autograd.graph.saved_tensors_hooks(forget, self._take):
             try:
-                y = compute(self._rebuild(tuple(given)) if self._copies else value)
+                y = compute(self._rebuild(given) if self._copies else value)
             except RuntimeError as error:
                 refuse_transform(error)
                 raise
@@ -164,31 +157,42 @@ class Segment:
         self._nodes, self._saves = len(nodes), next(saves)
         if found := origins(ys, begins, nodes) if ys else None:
             self._is_pair = True
-            self._xs = tuple([self._connection(tensors, k) for k in self._wanting])
-            ys = through_checkpoint(self, ys, self._xs, *found)
-        _refuse_changes(tensors, before_call)
+            ys = through_checkpoint(self, ys, xs, *found)
+        if not self._copies and (now := _states(tensors, True)) != states:
+            _refuse_changes(tensors, states, now)
         return rebuild(ys)
 
-    def _save(self, tensors: Tensors, made: dict[int, Made]) -> Sequence[Tensor]:
-        """Save the inputs as they are now (rule 4); return the tensors to give the layers."""
+    def _save(
+        self, tensors: Tensors, versions: list[int], made: dict[int, Made]
+    ) -> tuple[Tensors, Tensors, list[Node]]:
+        """Save the inputs as they are now (rule 4).
+
+        Returns:
+            The tensors to give the layers, the differentiable inputs, and for each of these the
+            node at which the segment's graph begins.
+        """
         self._origins: list[tuple[Segment, int] | None] = []
         self._tensors, self._versions = list[Tensor](), list[int]()
-        for tensor in tensors:
-            found, now, origin = made.get(id(tensor)), version(tensor), None
-            if found is not None and found.tensor() is tensor and found.version == now:
-                origin = found.segment()
+        self._wanting, self._xs = list[int](), list[Tensor]()
+        given, xs, begins = list[Tensor](), list[Tensor](), list[Node]()
+        for k, (tensor, now) in enumerate(zip(tensors, versions, strict=True)):
+            found = made.get(id(tensor))
+            origin = found[2]() if found and found[0]() is tensor and found[1] == now else None
             if found is not None and origin is not None:
                 origin.is_used = True
-                self._origins.append((origin, found.k))
+                self._origins.append((origin, found[3]))
             else:
                 self._origins.append(None)
                 self._tensors.append(tensor.detach())
                 self._versions.append(now)
-        return [tensor.clone() for tensor in tensors] if self._copies else tensors
-
-    def _connection(self, tensors: Tensors, k: int) -> Tensor:
-        """Return what keeps the segment connected to the graph of an input."""
-        return tensors[k] if self._origins[k] is None else proxy_of(tensors[k])
+            own = tensor.clone() if self._copies else tensor
+            given.append(own)
+            if own.requires_grad:
+                self._wanting.append(k)
+                self._xs.append(tensor if origin is None else proxy_of(tensor))
+                xs.append(tensor)
+                begins.append(own.grad_fn or order.edge_of(own).node)
+        return tuple(given), tuple(xs), begins
 
     def _fresh(self, gate: Gate | None = None) -> tuple[Value, Tensors]:
         """Return the input, and its differentiable tensors: leaves, or connected through ``gate``.
@@ -196,26 +200,23 @@ class Segment:
         Raises:
             RuntimeError: an input was changed in place.
         """
-        stored, tensors = zip(self._tensors, self._versions, strict=True), list[Tensor]()
+        if (now := versions(self._tensors)) != self._versions:
+            pairs = zip(self._tensors, now, self._versions, strict=True)
+            changed = next(tensor for tensor, after, before in pairs if after != before)
+            raise RuntimeError(
+                "an input of a checkpointed partition was modified in place between its forward "
+                f"and its recomputation: {describe(changed)}; clone it before modifying it"
+            )
+        stored, tensors = iter(self._tensors), list[Tensor]()
         for origin in self._origins:
-            if origin is None:
-                tensor, before = next(stored)
-                if version(tensor) != before:
-                    raise RuntimeError(
-                        "an input of a checkpointed partition was modified in place between its "
-                        f"forward and its recomputation: {describe(tensor)}; clone it before "
-                        "modifying it"
-                    )
-            else:
-                segment, k = origin
-                tensor = segment.outputs[k]
+            tensor = next(stored) if origin is None else origin[0].outputs[origin[1]]
             tensors.append(tensor.detach())
         xs = tuple([tensors[k] for k in self._wanting])
         if gate is None:
             for x in xs:
                 x.requires_grad_()
         elif xs:
-            xs = connect_inputs(gate, self._xs, xs)
+            xs = connect_inputs(gate, tuple(self._xs), xs)
             for k, x in zip(self._wanting, xs, strict=True):
                 tensors[k] = x
         given = map(Tensor.clone, tensors) if self._copies else tensors
@@ -308,8 +309,7 @@ class Segment:
         # A leaf frozen since the forward gets no gradient, as without checkpointing.
         needed = [True] * len(graph.xs) + [leaf.requires_grad for leaf in ctx.leaves]
         if in_step is None:
-            asked_for = [is_needed(node) for node, _ in ctx.next_functions]
-            needed = [a and b for a, b in zip(needed, asked_for, strict=True)]
+            needed = list(map(operator.and_, needed, are_needed(ctx.next_functions)))
         wanted: list[Any] = [*compress((*graph.xs, *ctx.leaves), needed)]
         if in_step is not None and not create_graph:
             found = in_step(ys, wanted, given)
@@ -328,11 +328,11 @@ class Segment:
                 self._saved = self._group.one(self, self._fill)
             else:
                 self._group.recompute(False)
-        value, version = self._saved.pop(number)
+        value, before = self._saved.pop(number)
         if self._group.hooks is not None:
             return self._group.hooks[1](value)  # type: ignore[no-any-return]
         tensor: Tensor = value
-        if tensor._version != version:
+        if tensor._version != before:
             raise RuntimeError(
                 f"a tensor needed for gradient computation, {describe(tensor)}, was modified in "
                 "place by a later operation of the same partition; clone it there"
@@ -343,27 +343,31 @@ class Segment:
         return f"<Segment of {len(self._origins)} inputs>"
 
 
-def _state(tensor: Tensor) -> tuple[int, int]:
-    """Return the version of a tensor, and the number of its hooks."""
-    hooks = len(tensor_hooks(tensor) or ()) + tensor.retains_grad if tensor.requires_grad else 0
-    return version(tensor), hooks
+_States = tuple[list[int], list[int]]
 
 
-def _refuse_changes(tensors: Tensors, before: Sequence[tuple[int, int]]) -> None:
-    for tensor, (number, hooks) in zip(tensors, before, strict=False):
-        now = _state(tensor)
-        if now[1] != hooks:
-            raise RuntimeError(
-                "a layer registers a hook on its argument, or retains its gradient, and would "
-                "do so again when it is recomputed; do that with a clone in the layer, in the "
-                "model's own code, or use checkpoint='never'"
-            )
-        if now[0] != number:
-            raise RuntimeError(
-                f"a layer changes its argument in place ({describe(tensor)}), which cannot be "
-                "undone when it is recomputed; use inplace=False there, a cut outside of the "
-                "module that calls it, or checkpoint='never'"
-            )
+def _states(tensors: Tensors, with_hooks: bool) -> _States:
+    """Return the versions of tensors, and how many hooks those have that require grad."""
+    hooks = list[int]()
+    for tensor in tensors if with_hooks else ():
+        if tensor.requires_grad:
+            hooks.append(len(tensor_hooks(tensor) or ()) + tensor.retains_grad)
+    return versions(tensors), hooks
+
+
+def _refuse_changes(tensors: Tensors, before: _States, now: _States) -> None:
+    if before[1] != now[1]:
+        raise RuntimeError(
+            "a layer registers a hook on its argument, or retains its gradient, and would "
+            "do so again when it is recomputed; do that with a clone in the layer, in the "
+            "model's own code, or use checkpoint='never'"
+        )
+    changed = next(x for x, old, new in zip(tensors, before[0], now[0], strict=True) if old != new)
+    raise RuntimeError(
+        f"a layer changes its argument in place ({describe(changed)}), which cannot be undone when "
+        "it is recomputed; use inplace=False there, a cut outside of the module that calls it, or "
+        "checkpoint='never'"
+    )
 
 
 REMEDY = (

@@ -114,6 +114,12 @@ def version(tensor: Tensor | None) -> int:
     return -1 if tensor is None or tensor.is_inference() else tensor._version
 
 
+def versions(tensors: Sequence[Tensor]) -> list[int]:
+    """Return the :func:`version` of each tensor, if possible without running Python for each."""
+    is_any = any(map(Tensor.is_inference, tensors))
+    return list(map(version, tensors)) if is_any else list(map(_version, tensors))
+
+
 class Versions:
     """The versions of many tensors, compared without running Python for each."""
 

@@ -7,7 +7,6 @@ partition and whatever must be the same the second time, but neither the run nor
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -56,8 +55,8 @@ class Layers:
     """Whether tasks have random numbers of their own."""
 
     __slots__ = (
-        "_compiled", "_context", "_effects", "_notifier", "_partition", "_place", "_skips",
-        "_snapshot", "_with_buffers", "copies",
+        "_compiled", "_context", "_effects", "_layers", "_notifier", "_partition", "_place",
+        "_skips", "_snapshot", "_with_buffers", "copies",
     )  # fmt: skip
 
     def __init__(
@@ -70,6 +69,7 @@ class Layers:
         effects: Effects,
     ) -> None:
         self._partition = partition
+        self._layers = list(partition)
         self._place = place
         self._context = context
         self._skips = skips if skips.pops else None
@@ -86,7 +86,8 @@ class Layers:
 
     def segments(self, i: int, hooks: Hooks) -> Segments:
         """Begin to checkpoint a micro-batch, in its forward, whose saved-tensor hooks are given."""
-        self.take_snapshot()
+        if self._snapshot is None:  # before the first forward
+            self._snapshot = Snapshot(self._partition)
         effect = partial(Effect, self._effects, self._place, i)
         return Segments(partial(self._replay, i), effect, hooks)
 
@@ -104,38 +105,37 @@ class Layers:
         skips = self._skips
         if skips is not None:
             value = Carried(value.value, skips.entries(value.skips))
-        for start, stop, is_exempt in self._parts(segments is not None):
-            compute: Compute = partial(self._compute_layers, i, start, stop)
-            first = compute if watch is None else partial(watch, compute)
-            if segments is None or is_exempt:
-                value = first(value)
-            else:
-                drawing = current().from_here() if self.draws else None
-                value = segments.call(self._name(stop), first, compute, drawing, value, True)
+        if segments is None and watch is None:
+            value = self._compute(i, 0, None, value)
+        else:
+            exempt = self._snapshot.exempt if segments is not None and self._snapshot else set()
+            for start, stop in self._parts(exempt) if exempt else ((0, len(self._layers)),):
+                compute: Compute = partial(self._compute, i, start, stop)
+                first = compute if watch is None else partial(watch, compute)
+                if segments is None or self._layers[start] in exempt:
+                    value = first(value)
+                else:
+                    drawing = current().from_here() if self.draws else None
+                    rest = list(self._partition._modules.items())[stop:]
+                    name = f"the input of {describe_layer(*rest[0])}" if rest else ""
+                    value = segments.call(name, first, compute, drawing, value, copies=True)
         if skips is not None:
             value = Carried(value.value, skips.leave(value.skips))
         return value
 
-    def _parts(self, is_checkpointed: bool) -> list[tuple[int, int, bool]]:
-        """Return what to compute in turn: from which layer to which, and whether it is exempt."""
-        layers = list(self._partition)
-        exempt = self._snapshot.exempt if is_checkpointed and self._snapshot else ()
-        parts, start = list[tuple[int, int, bool]](), 0
-        for is_exempt, found in groupby([layer in exempt for layer in layers]):
-            parts.append((start, start + len(list(found)), is_exempt))
-            start = parts[-1][1]
-        return parts
+    def _parts(self, exempt: set[nn.Module]) -> Iterator[tuple[int, int]]:
+        """Yield from which layer to which chains go that are exempt as a whole, or are not."""
+        start = 0
+        for _, found in groupby([layer in exempt for layer in self._layers]):
+            stop = start + len(list(found))
+            yield start, stop
+            start = stop
 
-    def _name(self, k: int) -> str:
-        """Return the name in errors of what is given to layer ``k``; empty if that is the end."""
-        items = list(self._partition._modules.items())[k : k + 1]
-        return f"the input of {describe_layer(*items[0])}" if items else ""
-
-    def _compute_layers(self, i: int, start: int, stop: int, value: Value) -> Value:
+    def _compute(self, i: int, start: int, stop: int | None, value: Value) -> Value:
         """Compute some of the layers, one after the other."""
         buffers = self._snapshot.buffers if self._snapshot and is_recomputing() else {}
         if self._with_buffers is None:
-            self._with_buffers = {layer for layer in self._partition if has_buffers(layer)}
+            self._with_buffers = {layer for layer in self._layers if has_buffers(layer)}
         store = None
         if self._skips is not None:
             value, skips = value
@@ -143,7 +143,7 @@ class Layers:
             of_task.set(store)
         done = start
         try:
-            for layer in list(self._partition)[start:stop]:
+            for layer in self._layers[start:stop]:
                 call: Any = layer
                 if layer in self._compiled:
                     call = partial(call_compiled, call)
@@ -151,11 +151,12 @@ class Layers:
                     call = self.copies.wrap(self._place.j, [layer], call)
                 if layer in buffers:
                     call = partial(buffers[layer].put_aside, call)
-                with self.locked(layer) if layer in self._with_buffers else NOTHING:
-                    if isinstance(value, Arguments):
-                        value = call(*value.args, **value.kwargs)
-                    else:
-                        value = call(value)
+                if layer in self._with_buffers:
+                    call = partial(self.call_locked, layer, call)
+                if isinstance(value, Arguments):
+                    value = call(*value.args, **value.kwargs)
+                else:
+                    value = call(value)
                 done += 1
             return value if store is None else Carried(value, store.entries())
         except BaseException as error:
@@ -164,11 +165,6 @@ class Layers:
         finally:
             if store is not None:
                 store.clear()
-
-    def take_snapshot(self) -> None:
-        """Record, before the first forward, what must be the same in a recomputation."""
-        if self._snapshot is None:
-            self._snapshot = Snapshot(self._partition)
 
     def recomputes(self, layer: nn.Module) -> bool:
         """Whether ``layer``, maybe of another partition, is recomputed; if so, record it."""
@@ -219,18 +215,20 @@ class Layers:
         assert self._snapshot is not None
         args, kwargs = value
         if not is_recomputing():
-            with self.locked(layer):
-                return call(*args, **kwargs)
+            return self.call_locked(layer, call, *args, **kwargs)
         try:
-            with self.locked(layer):
-                return self._snapshot.buffers[layer].put_aside(call, *args, **kwargs)
+            put_aside = self._snapshot.buffers[layer].put_aside
+            return self.call_locked(layer, put_aside, call, *args, **kwargs)
         except BaseException as error:
             add_note(error, partial(self.note_of_call, i, name, args, kwargs))
             raise
 
-    def locked(self, layer: nn.Module) -> AbstractContextManager[object]:
-        """Return the block in which ``layer`` is called."""
-        return locked(layer, self._effects)
+    def call_locked(
+        self, layer: nn.Module, call: Callable[..., Value], /, *args: Any, **kwargs: Any
+    ) -> Value:
+        """Call ``layer``, and no other at the same time that has its buffers."""
+        with locked(layer, self._effects):
+            return call(*args, **kwargs)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Iterate over the parameters of the layers."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -46,22 +46,15 @@ _TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-2}
 _TOLERANCE = 5e-2  # for other dtypes
 
 
-class Sampled(NamedTuple):
-    """What is kept of an output."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    values: Tensor | None
-    """``None`` if there are none to be compared, as in a tensor of another class."""
-
-    def __str__(self) -> str:
-        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+Sampled = tuple[torch.Size, torch.dtype, Tensor | None]
+"""What is kept of an output: shape, dtype and values. ``None`` if there are none to be compared, as
+in a tensor of another class."""
 
 
 def sampled(y: Value) -> list[Sampled]:
     """Sample the differentiable tensors of a task's output."""
     with WithoutFunctions(), WithoutDispatch():
-        return [Sampled(t.shape, t.dtype, _sample(t)) for t in differentiable(y)[0]]
+        return [(t.shape, t.dtype, _sample(t)) for t in differentiable(y)[0]]
 
 
 def _sample(tensor: Tensor) -> Tensor | None:
@@ -104,17 +97,24 @@ class Effect:
         if before is None:
             self._before = after
             return
-        if [one[:2] for one in before] != [one[:2] for one in after]:
+        pairs = list(zip(before, after, strict=False))
+        if len(before) != len(after) or any([old[:2] != new[:2] for old, new in pairs]):
             raise RecomputationError(
-                f"a recomputation returned ({', '.join(map(str, after))}) and its forward "
-                f"({', '.join(map(str, before))}){REMEDY}"
+                f"a recomputation returned {_described(after)} and its forward "
+                f"{_described(before)}{REMEDY}"
             )
-        pairs = zip(before, after, strict=True)
         self._effects.add(
-            _Pair(self._place, self._i, self._layer, old.values, new.values)
-            for old, new in pairs
-            if old.values is not None and new.values is not None and old.values.numel()
+            [
+                _Pair(self._place, self._i, self._layer, old, new)
+                for (_, _, old), (_, _, new) in pairs
+                if old is not None and new is not None and old.numel()
+            ]
         )
+
+
+def _described(samples: list[Sampled]) -> str:
+    each = [f"{str(dtype).removeprefix('torch.')}{list(shape)}" for shape, dtype, _ in samples]
+    return f"({', '.join(each)})"
 
 
 class _Pair(NamedTuple):
@@ -150,9 +150,8 @@ class Effects:
         self._lock = threading.Lock()  # of pairs: backward passes of a call may be concurrent
         self._pairs: list[_Pair] = []
 
-    def add(self, pairs: Iterable[_Pair]) -> None:
+    def add(self, pairs: list[_Pair]) -> None:
         """Add samples of a forward, and those of its recomputation."""
-        pairs = list(pairs)
         with self._lock:
             self._pairs += pairs
         if self._streams is not None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from pipert._typing import Value
 from pipert.autograd.hooks import Hooks, without_hooks
 from pipert.autograd.segment import Made, Segment
-from pipert.batch.tensors import tensors_of, version
+from pipert.batch.tensors import tensors_of, versions
 from pipert.layers.effects import Effect
 from pipert.layers.phase import checkpoint_here
 from pipert.workers.context import NOTHING
@@ -96,10 +96,11 @@ class Segments:
         finally:
             checkpoint_here.reset(before)
         effect.note(y)
-        self._segments.append(weakref.ref(segment))
-        for k, tensor in enumerate(tensors_of(y)[0]):
-            made = Made(weakref.ref(tensor), version(tensor), weakref.ref(segment), k)
-            self._made[id(tensor)] = made
+        self._segments.append(weak := weakref.ref(segment))
+        if not copies:
+            outputs = tensors_of(y)[0]
+            for k, (tensor, now) in enumerate(zip(outputs, versions(outputs), strict=True)):
+                self._made[id(tensor)] = weakref.ref(tensor), now, weak, k
         return y
 
     def recompute(self, on_worker: bool) -> None:

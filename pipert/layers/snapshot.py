@@ -66,7 +66,7 @@ class Snapshot:
         for part in [] if _are_sharded(parts) else parts:  # runs for each module in each run
             if part._parameters:
                 self._add_parameters(part)
-        self._versions.add(p for p in self._parameters[known:] if p is not None)
+        self._versions.add([p for p in self._parameters[known:] if p is not None])
 
     def _add_parameters(self, part: nn.Module) -> None:
         parameters: Any = part._parameters

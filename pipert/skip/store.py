@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 
 from pipert._typing import Tensors, Value
-from pipert.batch.tensors import tensors_of, version
+from pipert.batch.tensors import tensors_of, versions
 from pipert.skip.namespace import Key, show
 
 
@@ -55,7 +55,7 @@ class Stashed:
         self._tensors, self._rebuild = tensors_of(value)
         if copy_inference:
             self._tensors = _inference_copied(self._tensors)
-        self._versions = _versions(self._tensors)
+        self._versions = versions(self._tensors)
 
     def get(self, key: Key) -> Value:
         """Pops the value, unless it has been modified in place."""
@@ -69,7 +69,7 @@ class Stashed:
         return key, self.left, self._rebuild(self._tensors)
 
     def refuse_changes(self, key: Key) -> None:
-        if _versions(self._tensors) != self._versions:
+        if versions(self._tensors) != self._versions:
             raise RuntimeError(
                 f"the skip {show(key)} was modified in place after it was stashed; stash a clone of"
                 " it, or let the layer that modifies it work on a copy (inplace=False)"
@@ -78,10 +78,6 @@ class Stashed:
 
 def _inference_copied(tensors: Tensors) -> Tensors:
     return tuple([tensor.clone() if tensor.is_inference() else tensor for tensor in tensors])
-
-
-def _versions(tensors: Tensors) -> list[int]:
-    return [version(tensor) for tensor in tensors]
 
 
 class Store:

@@ -79,8 +79,11 @@ _AUTOCAST_TYPES = ("cpu", "cuda")  # of the devices that a pipe may have
 
 def get_autocast() -> Autocast:
     """Return what ``torch.autocast`` sets."""
-    by_type = [(torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in _AUTOCAST_TYPES]
-    return torch.is_autocast_cache_enabled(), tuple(by_type)
+    one, other = _AUTOCAST_TYPES
+    return torch.is_autocast_cache_enabled(), (
+        (torch.is_autocast_enabled(one), torch.get_autocast_dtype(one)),
+        (torch.is_autocast_enabled(other), torch.get_autocast_dtype(other)),
+    )
 
 
 NEW_THREAD_AUTOCAST = _on_new_thread(get_autocast)
