@@ -25,10 +25,10 @@ from pipert.layers.never_recompute import FromForward
 from pipert.layers.parameter_copies import ParameterCopies
 from pipert.layers.phase import checkpoint_here, is_recomputing, microbatch, recompute_here
 from pipert.layers.place import Place, describe_layer
-from pipert.layers.random_numbers import Draws, RunSeed, drawing
+from pipert.layers.random_numbers import Draws, RunSeed
 from pipert.layers.snapshot import Snapshot
 from pipert.observe.notifier import Notifier
-from pipert.schedules.action import FORWARD, RECOMPUTE, Action
+from pipert.schedules.action import BACKWARD, FORWARD, RECOMPUTE, Action
 from pipert.skip.routes import PartitionSkips
 from pipert.skip.store import of_task
 from pipert.workers.context import NOTHING, CallerContext
@@ -227,8 +227,10 @@ class Layers:
         """Iterate over the parameters of the layers."""
         return self._partition.parameters()
 
-    def backward(self, i: int, differentiate: Callable[..., Value], *args: Any) -> Value:
-        """Call ``differentiate(*args)``: ``B[i,j]`` of a step."""
+    def backward(
+        self, i: int, differentiate: Callable[..., Value], *args: Any, kind: str = BACKWARD
+    ) -> Value:
+        """Call ``differentiate(*args)``: ``B[i,j]`` of a step, or ``W[i,j]``."""
         return differentiate(*args)
 
     def note_of_call(self, i: int, layer: str, args: Any, kwargs: dict[str, Any]) -> str:
@@ -267,10 +269,13 @@ class RandomLayers(Layers):
         seed.draw()
 
     def forward(self, i: int, kept: FromForward | None, value: Value) -> Value:
-        with drawing(Draws(self._seed, self._place.number(i), self._place.device)):
+        place = self._place
+        with Draws(self._seed, place.number(i), place.device, (FORWARD, place.j)):
             return super().forward(i, kept, value)
 
-    def backward(self, i: int, differentiate: Callable[..., Value], *args: Any) -> Value:
-        number = self._place.number_of_backward(i)
-        with drawing(Draws(self._seed, number, self._place.device)):
+    def backward(
+        self, i: int, differentiate: Callable[..., Value], *args: Any, kind: str = BACKWARD
+    ) -> Value:
+        place, number = self._place, self._place.number_of_backward(i)
+        with Draws(self._seed, number, place.device, (kind, place.j), is_backward=True):
             return differentiate(*args)

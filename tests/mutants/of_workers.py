@@ -93,11 +93,6 @@ MUTANTS = [
         "self.generator.set_state(self._uses[-1].before)", "pass",
     ),
     Mutant(
-        "other-devices-seeded", "pipert/layers/cpu_draws.py",
-        "a task's own generators for other GPUs, which torch.manual_seed seeds, too",
-        "self.real[k] if task is None else", "self.real[k] if True else",
-    ),
-    Mutant(
         "time-while-busy", "pipert/balance/measure.py",
         "waiting until a device is idle before the time is read",
         "torch.cuda.synchronize(device)", "pass",

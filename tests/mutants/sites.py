@@ -45,7 +45,6 @@ REASONS = {
     ): "identifies a wait in a recording",
     ("pipert/stage/copies.py", "self.stream(i)"): "the waits on it have mutants",
     ("pipert/layers/effects.py", "self._streams.get(device, -1)"): "likewise",
-    ("pipert/layers/cpu_draws.py", "fork_rng(*args, **kwargs)"): "torch's own, called through",
     (
         "pipert/check/ways.py",
         "torch.cuda.synchronize(device)",

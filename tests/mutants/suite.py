@@ -43,7 +43,6 @@ FIRST = {
     ),
     "pipert/layers/random_numbers.py": ("tests/cuda/test_random_on_cuda.py",),
     "pipert/layers/default_generators.py": ("tests/cuda/test_random_on_cuda.py",),
-    "pipert/layers/cpu_draws.py": ("tests/cuda/test_random_on_cuda.py",),
     "pipert/any_model/": ("tests/any_model/test_on_gpus.py",),
 }
 """The tests that run first for mutants of some files, since no others can notice them."""
