@@ -165,13 +165,10 @@ base_of: Callable[[Tensor], Tensor | None] = operator.attrgetter("_base")
 
 _needed("_cdata", _leaf.untyped_storage())
 identity: Callable[[Any], int] = operator.attrgetter("_cdata")
-"""What two Python objects for one storage, or for one generator, have in common."""
+"""What two Python objects for one storage have in common."""
 
 weak_storage: Callable[[Any], Any] = _needed("torch.multiprocessing.reductions:StorageWeakRef")
 """Refers to a storage weakly; as long as it does, no other storage gets that ``cdata``."""
-
-dual_of: Any = _needed("_make_dual", torch.ops.aten)
-"""The operation that gives a tensor its tangent in forward-mode differentiation."""
 
 
 def storage_of(tensor: Tensor) -> int:
@@ -270,17 +267,9 @@ is_caching_parametrizations: Flag = partial(getattr, parametrize, "_cache_enable
 """Whether ``torch.nn.utils.parametrize.cached`` may be on."""
 
 
-# Dispatch keys and thread-local objects -----------------------------------------------------------
+# Dispatch and thread-local objects ----------------------------------------------------------------
 
-# Without one of these, tasks that might draw random numbers on the CPU take turns.
-parse_key: Callable[[str], Any] = _or(None, "torch._C:_parse_dispatch_key")
-DispatchKeySet: Any = _or(None, "torch._C:DispatchKeySet")
-Including: Any = _or(None, "torch._C:_IncludeDispatchKeyGuard")
-Excluding: Any = _or(None, "torch._C:_ExcludeDispatchKeyGuard")
-is_included: Callable[[Any], bool] = _or(None, "torch._C:_dispatch_tls_is_dispatch_key_included")
 schemas: Get = _or(lambda: None, "torch._C:_jit_get_all_schemas")
-higher_order_keys: Any = _or(None, "torch._ops:_HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS")
-higher_order: Any = _or(None, "torch._ops:_higher_order_ops")
 
 WithoutFunctions: Any = _needed("torch._C:DisableTorchFunction")
 WithoutDispatch: Any = _needed("torch._C:_DisableTorchDispatch")

@@ -64,7 +64,6 @@ def run():
                    torch.arange(8).view(4, 2)),
     ]
 
-warnings.filterwarnings("ignore", message="the dispatch key .* wait for each other")
 torch.set_num_threads(1)
 run_of = {}
 for path in NAMES:

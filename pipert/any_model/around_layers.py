@@ -32,12 +32,12 @@ from pipert.autograd.order import begin_numbers
 from pipert.batch.microbatch import Arguments
 from pipert.batch.trees import ORDINARY, flatten
 from pipert.layers.batchnorm import PartitionStats
-from pipert.layers.cpu_draws import DRAWING
 from pipert.layers.modules import modules_of
 from pipert.layers.nested_checkpoint import is_in_checkpoint
 from pipert.layers.parameter_copies import ParameterCopies
 from pipert.layers.random_numbers import Draws
 from pipert.layers.segments import Segments
+from pipert.schedules.action import FORWARD
 from pipert.stage.run import Run
 from pipert.stage.stage import Stage
 from pipert.stage.step import Step
@@ -141,8 +141,7 @@ class AroundLayers:
         # Gradients that it asks for make nodes on this thread, with its numbers, on GPUs too.
         cuts = self._graph is not None and self._copies is not None
         numbers = torch.autograd.set_multithreading_enabled(False) if cuts else NOTHING
-        # The key not for each partition: one may end inside of a transform, which has keys, too.
-        with DRAWING.included(), notes, numbers:
+        with notes, numbers:
             yield
 
     def _run(self, stage: Stage, forward: Callable[[Value], Value], x: Value) -> Value:
@@ -189,7 +188,8 @@ class AroundLayers:
         shared, place = self._model_run, stage.place
         if place.device.type == "cuda":
             torch.cuda.set_device(stage.place.device)
-        self._draws = Draws(shared.run.seed, place.number(self._i), place.device)
+        kind = FORWARD, place.j
+        self._draws = Draws(shared.run.seed, place.number(self._i), place.device, kind)
         self._drawing.enter_context(self._draws)  # the model's own code may draw, too
         if self._i < stage.recomputed:
             hooks = shared.run.context.saved_tensor_hooks

@@ -18,7 +18,6 @@ from pipert._typing import Device
 from pipert.distributed.rank_gradients import SharedParameters
 from pipert.distributed.rank_partition import StageModule
 from pipert.distributed.torch_schedules import ranks_of
-from pipert.layers.cpu_draws import prepare
 from pipert.layers.place import last_layer
 from pipert.model.split import sequential, split
 from pipert.skip.routes import PartitionSkips, routes_along
@@ -59,7 +58,6 @@ def parts_of(
 ) -> RankParts:
     """Split a model, and move only this rank's partitions to its device."""
     refuse_unsupported()
-    prepare()
     counts = Counter(p for home in module.modules() for p in home._parameters.values())
     if any(count > 1 and p is not None and p.is_meta for p, count in counts.items()):
         raise ValueError(

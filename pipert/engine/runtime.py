@@ -33,10 +33,9 @@ from pipert.errors import PipeClosedError, ReentrantCallError
 from pipert.layers.batchnorm import DeferredStats
 from pipert.layers.effects import Effects
 from pipert.layers.parametrized import compute_cached
-from pipert.layers.random_numbers import paused
+from pipert.layers.random_numbers import Turns, paused
 from pipert.model.data_parallel import refuse_data_parallel
 from pipert.observe.notifier import Counters, Notifier
-from pipert.schedules.action import RECOMPUTE
 from pipert.schedules.plan import Plan, plan_call
 from pipert.skip import store
 from pipert.stage.assembly import Model
@@ -72,6 +71,8 @@ class Runtime:
         self._streams = CopyStreams()
         self._kinds = set[type]()  # the classes of layers that are known not to be data-parallel
         self._identity = object()
+        self._modes: list[bool] = []  # of the layers, in the last run
+        self._turns: Turns = {}  # those of its tasks; shared by runs that overlap
         self.counters = Counters()
         served = [devices[self.workers.index(w)] for w in range(len(set(self.workers)))]
         names = [f"pipert-{device}-{w}" for w, device in enumerate(served)]
@@ -140,7 +141,6 @@ class Runtime:
         threads = self._threads()
         with self.counters.open(plan) as notifier:
             run = self._new_run(plan, notifier)
-            run.seed.is_concurrent = True
             posting = Posting(self.model.assemble(run, [x], None, None), self.pool.put)
             del x
             try:
@@ -222,8 +222,10 @@ class Runtime:
         if on_cuda:
             self._streams.follow_the_caller(on_cuda)
         run = Run(plan, self.devices, context, self._streams, notifier, function)
-        overlap = plan.m > 1 or RECOMPUTE in plan.occurring_kinds
-        run.seed.is_concurrent |= overlap and len(set(self.workers)) > 1
+        modes = [layer.training for each in self.model.partitions for layer in each]
+        if modes != self._modes or len(self.counters.live) < 2:  # this one is alone
+            self._modes, self._turns = modes, run.seed.turns
+        run.seed.turns = self._turns
         return run
 
     def _execute(

@@ -21,16 +21,15 @@ from pipert.errors import add_note
 from pipert.layers.buffers import has_buffers, locked
 from pipert.layers.compiled_backward import call_compiled
 from pipert.layers.compiling import is_compiled
-from pipert.layers.cpu_draws import current
 from pipert.layers.effects import Effect, Effects
 from pipert.layers.parameter_copies import ParameterCopies
 from pipert.layers.phase import is_recomputing, microbatch, recompute_here
 from pipert.layers.place import Place, describe_layer
-from pipert.layers.random_numbers import Draws, RunSeed, drawing
+from pipert.layers.random_numbers import Draws, RunSeed, current_task
 from pipert.layers.segments import Segments
 from pipert.layers.snapshot import Snapshot
 from pipert.observe.notifier import Notifier
-from pipert.schedules.action import FORWARD, RECOMPUTE, Action
+from pipert.schedules.action import BACKWARD, FORWARD, RECOMPUTE, Action
 from pipert.skip.routes import PartitionSkips
 from pipert.skip.store import of_task
 from pipert.workers.context import NOTHING, CallerContext
@@ -115,7 +114,8 @@ class Layers:
                 if segments is None or self._layers[start] in exempt:
                     value = first(value)
                 else:
-                    drawing = current().from_here() if self.draws else None
+                    draws = current_task()
+                    drawing = None if draws is None else draws.from_here()
                     rest = list(self._partition._modules.items())[stop:]
                     name = f"the input of {describe_layer(*rest[0])}" if rest else ""
                     value = segments.call(name, first, compute, drawing, value, copies=True)
@@ -234,8 +234,10 @@ class Layers:
         """Iterate over the parameters of the layers."""
         return self._partition.parameters()
 
-    def backward(self, i: int, differentiate: Callable[..., Value], *args: Any) -> Value:
-        """Call ``differentiate(*args)``: ``B[i,j]`` of a step."""
+    def backward(
+        self, i: int, differentiate: Callable[..., Value], *args: Any, kind: str = BACKWARD
+    ) -> Value:
+        """Call ``differentiate(*args)``: ``B[i,j]`` of a step, or ``W[i,j]``."""
         return differentiate(*args)
 
     def note_of_call(self, i: int, layer: str, args: Any, kwargs: dict[str, Any]) -> str:
@@ -274,10 +276,13 @@ class RandomLayers(Layers):
         seed.draw()
 
     def forward(self, i: int, *args: Any) -> Value:
-        with drawing(Draws(self._seed, self._place.number(i), self._place.device)):
+        place = self._place
+        with Draws(self._seed, place.number(i), place.device, (FORWARD, place.j)):
             return super().forward(i, *args)
 
-    def backward(self, i: int, differentiate: Callable[..., Value], *args: Any) -> Value:
-        number = self._place.number_of_backward(i)
-        with drawing(Draws(self._seed, number, self._place.device)):
+    def backward(
+        self, i: int, differentiate: Callable[..., Value], *args: Any, kind: str = BACKWARD
+    ) -> Value:
+        place, number = self._place, self._place.number_of_backward(i)
+        with Draws(self._seed, number, place.device, (kind, place.j), is_backward=True):
             return differentiate(*args)

@@ -1,17 +1,19 @@
 """Makes random numbers independent of thread timing, and repeats them in recomputations.
 
 The standard way is one default generator for each device, which all threads share. Workers that
-draw from the CPU's at once would get numbers that depend on timing, and a recomputation cannot
-rewind it while others draw. So each task has random numbers of its own, seeded from the run's seed
-and the task's number (``Place.number``):
+draw at once would get numbers that depend on timing, and a recomputation cannot rewind it while
+others draw. So a task that might draw has the generators to itself, seeded from the run's seed and
+the task's number (``Place.number``); afterwards they have their old state
+(``layers/default_generators.py``):
 
-* on a GPU it draws from the device's default generator, which it has to itself meanwhile
-  (``layers/default_generators.py``);
-* on the CPU it draws from a generator of its own, wherever its partition is
-  (``layers/cpu_draws.py``).
+* **that of its GPU**, always: one worker serves a device, so hardly anybody waits;
+* **the CPU's**, for which all partitions would wait, in *turns*: the first task of a kind in each
+  partition has it, and shows whether its state has moved. If it has, the later ones take turns; if
+  not, they do not ask. A first ``F[i,j]`` follows the one in the partition before it, so they wait
+  for nobody. What must hold: a layer that draws on the CPU does so in the first micro-batch.
 
-``R[i,j]`` starts with the seed of ``F[i,j]``; the loss and ``B[i,j]`` of a step have their own. In
-a call, ``B`` draws from the default generators, as autograd's threads do without a pipe.
+``R[i,j]`` takes its turn if ``F[i,j]`` did, and starts with its seed; the loss and ``B[i,j]`` of a
+step have their own. In a call, ``B`` draws from the generators as they are, as without a pipe.
 
 The run's seed is a number drawn from the caller's generator. If nothing in the run has drawn when
 it is over, the generator gets its old state back: a model without randomness leaves it untouched, a
@@ -29,12 +31,36 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipert import _torch
 from pipert._torch import WithoutDispatch, WithoutFunctions
-from pipert.layers.cpu_draws import CPU, DRAWING, current
+from pipert.autograd.thread_locals import (
+    get_thread_local,
+    remove_thread_local,
+    set_thread_local,
+)
 from pipert.layers.default_generators import default_generator
-from pipert.layers.dispatch_keys import set_current_task
 
+CPU = torch.device("cpu")
+_TASK = "pipert_task"
 _MASK = (1 << 64) - 1
+
+Kind = tuple[str, int]
+"""A kind of task, and its partition."""
+Turns = dict[Kind, bool]
+"""Whether tasks draw on the CPU, of each kind whose first one is over."""
+
+
+def current_task() -> Draws | None:
+    """Return the task that this thread, or the one whose backward it runs, is inside of."""
+    task: Draws | None = get_thread_local(_TASK)
+    return task
+
+
+def _set_current_task(task: Draws | None) -> None:
+    if task is not None:
+        set_thread_local(_TASK, task)
+    elif _torch.has_object(_TASK):
+        remove_thread_local(_TASK)
 
 
 class RunSeed:
@@ -43,23 +69,30 @@ class RunSeed:
     If ``given`` was agreed on with other processes, it is the seed; the generator advances, too.
     """
 
-    __slots__ = ("_given", "_outer", "_states", "is_concurrent", "number", "used")
+    __slots__ = ("_given", "_outer", "_states", "is_over", "number", "tried", "turns", "used")
 
     def __init__(self, given: int | None = None) -> None:
-        self._outer: Draws | None = current()
+        self._outer = current_task()
         self._given = given
         self.number: int | None = None
         self._states: tuple[Tensor, Tensor] | None = None  # before and after the seed was drawn
         self.used = False
         """Whether any task has drawn."""
-        self.is_concurrent = self._outer is not None and self._outer.run.is_concurrent
-        """Whether several tasks may run at the same time."""
+        self.turns: Turns = {}
+        """May be shared with runs of the same layers that overlap."""
+        self.tried: list[Tensor] = []
+        """The states of the CPU's generator with which these first ones began."""
+        self.is_over = False
+        """Whether the caller no longer waits for the run."""
         if given is not None:
             self.draw()  # also where no layer draws: the generators of all processes move alike
 
     def draw(self) -> None:
         """Draw the seed, unless that has been done. Called if any layer might draw."""
         if self.number is not None:
+            return
+        if self._outer is not None and not self._outer.has(CPU):
+            self.number = self._outer.seed_of_inner_run()
             return
         with self._generator() as generator, WithoutFunctions(), WithoutDispatch():
             before = generator.get_state()
@@ -68,93 +101,108 @@ class RunSeed:
             self._states = before, generator.get_state()
 
     def settle(self) -> None:
-        """Put the generator's state back if nothing was drawn. Called when the run is over."""
+        """Put the generator's state back if nothing was drawn. Called when the run is over.
+
+        A ``torch.utils.checkpoint`` in a layer that does not draw on the CPU saves the state
+        anyway, and puts it back in ``B[i,j]``. Two at once may leave that of a first task.
+        """
+        self.is_over = True
         states, self._states = self._states, None
+        tried, self.tried = self.tried, []
         if self._outer is not None:
             self._outer.run.used |= self.used
-        if self.used or states is None:
+        if states is None:
             return
         with self._generator() as generator, WithoutFunctions(), WithoutDispatch():
-            if torch.equal(generator.get_state(), states[1]):  # else another thread has drawn, too
-                generator.set_state(states[0])
+            now = generator.get_state()  # another if a thread of the user's has drawn, too
+            if any(torch.equal(now, each) for each in (states[1], *tried)):
+                generator.set_state(states[self.used])
 
-    @contextlib.contextmanager
-    def _generator(self) -> Iterator[torch.Generator]:
-        if self._outer is not None:
-            yield self._outer.generator(CPU)
-            return
+    def _generator(self) -> AbstractContextManager[torch.Generator]:
         default = default_generator(CPU)
-        with default.changed:
-            default.wait()
-            yield default.generator
+        if self._outer is None:
+            return default.outside()
+        return contextlib.nullcontext(default.generator)
 
 
 class Draws:
-    """The random numbers of one task.
+    """The random numbers of one task, in a ``with`` block.
 
     Args:
         run: the run's seed.
         number: the task's number, unique in its run.
         device: where its partition is.
+        kind: its kind, the first task of which shows whether the others draw on the CPU.
+        is_backward: whether it goes backward.
     """
 
     __slots__ = (
-        "_own", "_parts", "_seed", "_states", "device", "number", "outer", "run", "shared",
+        "_begun", "_held", "_is_part", "_kind", "_left", "_number", "_parts", "_runs", "_seed",
+        "_states", "_was_over", "device", "is_backward", "outer", "run",
     )  # fmt: skip
 
-    def __init__(self, run: RunSeed, number: int, device: torch.device) -> None:
-        self.run = run
-        self.number = number
-        self.device = device
-        self.outer: Draws | None = current()
+    def __init__(
+        self, run: RunSeed, number: int, device: torch.device, kind: Kind,
+        is_backward: bool = False,
+    ) -> None:  # fmt: skip
         assert run.number is not None
+        self.run = run
+        self.device = device
+        self.is_backward = is_backward
+        self.outer: Draws | None = current_task()
+        """The task that it is inside of."""
+        self._number = number
+        self._kind = kind
         self._seed = _mix(run.number ^ _mix(number))
-        self._own: dict[torch.device, torch.Generator] = {}
-        self.shared = [] if DRAWING.works() else [CPU]
-        """The devices whose default generators it uses."""
-        if device.type == "cuda":
-            self.shared.append(device)
-        self._states: dict[torch.device, Tensor] = {}
-        """The state that each of these began with, or was left in, last."""
-        self._parts = 0
+        self._was_over = run.is_over  # as in a recomputation of a call
+        self._held: list[torch.device] = []  # the devices whose generators it has
+        self._left: list[tuple[Draws, torch.device]] = []  # those of outer tasks meanwhile
+        self._begun: dict[torch.device, Tensor] = {}  # the state that each began with
+        self._states: dict[torch.device, Tensor] = {}  # the one it is to begin or go on with
+        self._parts = self._runs = 0
+        self._is_part = False
 
-    def generator(self, device: torch.device) -> torch.Generator:
-        """Return the generator that the task has for ``device``."""
-        if device in self.shared:
-            return default_generator(device).generator
-        found = self._own.get(device)
-        if found is None:
-            found = self._own[device] = torch.Generator(device)
-            state = self._states.get(device)
-            found.manual_seed(self._seed) if state is None else found.set_state(state)
-        return found
+    @property
+    def is_given_up(self) -> bool:
+        """Whether the run is over, though it was not when the task began."""
+        return self.run.is_over and not self._was_over
 
-    def from_here(self) -> Callable[[], AbstractContextManager[None]]:
-        """Return what makes a block in which the numbers are drawn again that are drawn next."""
-        used = dict(self._own) | {each: default_generator(each).generator for each in self.shared}
-        states = {device: generator.get_state() for device, generator in used.items()}
-        return partial(_drawing_from, states, self.run, self.number, self.device)
-
-    def note_draw(self) -> None:
-        """Note that the run has drawn random numbers."""
-        self.run.used = True
+    def has(self, device: torch.device) -> bool:
+        """Whether the task has the default generator of ``device``."""
+        return device in self._held
 
     def __enter__(self) -> None:
         """Make this the current task, which has the default generators that it needs to itself."""
-        set_current_task(self)
+        turns = self.run.turns
+        # What draws on the CPU in a forward may put back its state in a backward, of any partition.
+        in_turns = turns.get(self._kind, True) or self.is_backward and any(turns.values())
+        devices = [*self._states] or [CPU, self.device]
         try:
-            for device in self.shared:
-                self.enter(device)
+            _let_go(self.outer, self._left)  # for no generator is waited out of order
+            _set_current_task(self)
+            for device in dict.fromkeys(devices):
+                if device.type == "cuda" or in_turns:
+                    self._held.append(device)
+                    self._enter(device)
         except BaseException:  # such as an interrupt while it waits
-            self.__exit__()
+            self.__exit__(BaseException)
             raise
 
-    def __exit__(self, *_: object) -> None:
-        for device in reversed(self.shared):
-            self.leave(device)
-        set_current_task(self.outer)
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        try:
+            self._exit(error is None)
+        except BaseException:  # an interrupt, or no other task would ever have the generators
+            self._exit(error is None)
+            raise
 
-    def enter(self, device: torch.device) -> None:
+    def _exit(self, is_done: bool) -> None:
+        for device in reversed(self._held):
+            if self._leave(device):
+                self._note_draws(device, is_done)
+        _set_current_task(self.outer)
+        _take_again(self._left)
+
+    def _enter(self, device: torch.device) -> None:
         """Have the default generator of ``device``, seeded, or as the task has left it."""
         default = default_generator(device)
         default.enter(self)
@@ -163,58 +211,87 @@ class Draws:
         else:
             default.generator.manual_seed(self._seed)
             self._states[device] = default.generator.get_state()
+            if device == CPU and self._kind not in self.run.turns:
+                self.run.tried.append(self._states[device])
+        self._begun.setdefault(device, self._states[device])
 
-    def leave(self, device: torch.device) -> bool:
+    def _leave(self, device: torch.device) -> bool:
         """Put the default generator of ``device`` back; return whether the task had it."""
         left = default_generator(device).leave(self)
         if left is None:
             return False
-        begun = self._states.get(device)
         self._states[device] = left
-        if begun is not None and not self.run.used:
-            with WithoutFunctions(), WithoutDispatch():
-                if not torch.equal(left, begun):
-                    self.run.used = True
         return True
+
+    def _note_draws(self, device: torch.device, is_done: bool) -> None:
+        if (begun := self._begun.get(device)) is None:  # an exception from outside
+            return
+        with WithoutFunctions(), WithoutDispatch():
+            has_drawn = not torch.equal(self._states[device], begun)
+        self.run.used |= has_drawn
+        if device == CPU and has_drawn:
+            self.run.turns[self._kind] = True
+        elif device == CPU and is_done and not self._is_part:
+            self.run.turns.setdefault(self._kind, False)
+
+    def from_here(self) -> Callable[[], AbstractContextManager[None]]:
+        """Return what makes a block in which the numbers are drawn again that are drawn next."""
+        states = {each: default_generator(each).generator.get_state() for each in self._held}
+        about = self.run, self._number, self.device, self._kind
+        return partial(_drawing_again, states, self._runs, about)
 
     def part(self) -> Draws:
         """Return random numbers for a part of the task that its recomputation will not have."""
         self._parts += 1
-        return Draws(self.run, ~(self.number + (self._parts << 48)), self.device)
+        part = Draws(self.run, ~(self._number + (self._parts << 48)), self.device, self._kind)
+        part._is_part = True
+        return part
+
+    def seed_of_inner_run(self) -> int:
+        """Return the seed of a run of a pipe that the task calls without the CPU's generator."""
+        self._runs += 1
+        return _mix(self._seed ^ _mix(self._runs)) >> 1
 
 
-@contextlib.contextmanager
-def drawing(draws: Draws) -> Iterator[None]:
-    """Draw the random numbers of a task in the block."""
-    with draws, DRAWING.included():
-        yield
-
-
-def _drawing_from(states: dict[torch.device, Tensor], *args: Any) -> AbstractContextManager[None]:
-    draws = Draws(*args)
+def _drawing_again(
+    states: dict[torch.device, Tensor], runs: int, about: tuple[RunSeed, int, torch.device, Kind]
+) -> Draws:
+    draws = Draws(*about)
     draws._states.update(states)
-    return drawing(draws)
+    draws._runs = runs
+    return draws
 
 
 def drawing_apart() -> AbstractContextManager[None]:
     """Return a block for a part of the current task, if any, that its recomputation leaves out."""
-    draws = current()
-    return drawing(draws.part()) if isinstance(draws, Draws) else contextlib.nullcontext()
+    draws = current_task()
+    return contextlib.nullcontext() if draws is None else draws.part()
 
 
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
     """Let others draw while this thread waits for a run in the block, if it is inside of tasks."""
-    draws: Draws | None = current()
-    left = []
+    left: list[tuple[Draws, torch.device]] = []
     try:
-        while draws is not None:
-            left += [(draws, device) for device in reversed(draws.shared) if draws.leave(device)]
-            draws = draws.outer
+        _let_go(current_task(), left)
         yield
     finally:
-        for outer, device in reversed(left):
-            outer.enter(device)
+        _take_again(left)
+
+
+def _let_go(draws: Draws | None, left: list[tuple[Draws, torch.device]]) -> None:
+    while draws is not None:
+        for device in reversed(draws._held):
+            if draws._leave(device):
+                left.append((draws, device))
+        draws = draws.outer
+
+
+def _take_again(left: list[tuple[Draws, torch.device]]) -> None:
+    while left:
+        draws, device = left[-1]
+        draws._enter(device)
+        left.pop()
 
 
 def next_seed() -> int:

@@ -24,7 +24,6 @@ from pipert.engine.waiting import still_busy
 from pipert.errors import PipelineTimeout
 from pipert.layers.batchnorm import DeferredStats
 from pipert.layers.compiling import not_traced, refuse_compilation
-from pipert.layers.cpu_draws import prepare
 from pipert.layers.phase import is_recomputing
 from pipert.model.devices import refuse_other_devices
 from pipert.model.settings import check_checkpoints, check_chunks, check_timeout, refuse_keywords_of
@@ -74,7 +73,6 @@ class PipeBase(nn.Module):
         self._deferred_batch_norm = bool(deferred_batch_norm)
         self.timeout = timeout
         refuse_unsupported()
-        prepare()  # the process, for layers on workers
 
     @abstractmethod
     def _model(self) -> Model:

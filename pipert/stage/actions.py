@@ -88,7 +88,8 @@ def weight_gradients(stage: Stage, i: int, _: Value) -> None:
     later = cut.later.pop(i, [])
     action, is_recorded = Action(WEIGHT, i, stage.place.j), notifier.recorder is not None
     with notifier.recorded(action, stage.place.device) if is_recorded else NOTHING:
-        cut.gradients.add(*stage.layers.backward(i, compute_later, later))  # hooks may draw
+        found = stage.layers.backward(i, compute_later, later, kind=WEIGHT)  # hooks may draw
+        cut.gradients.add(*found)
 
 
 def _watched(stage: Stage, compute: Compute, x: Value) -> Value:

@@ -17,7 +17,7 @@ from pipert._typing import Value
 from pipert.batch.tensors import describe
 from pipert.errors import add_note
 from pipert.layers.place import Place
-from pipert.layers.random_numbers import Draws, RunSeed, drawing
+from pipert.layers.random_numbers import Draws, RunSeed
 from pipert.schedules.action import FORWARD, Action
 
 LossFunction = Callable[[Any, Any], Tensor]
@@ -198,7 +198,7 @@ class Loss:
         try:
             if not self.draws:
                 return self._checked(self._function(output, target))
-            with drawing(Draws(seed, place.number_of_loss(i), place.device)):
+            with Draws(seed, place.number_of_loss(i), place.device, ("loss", place.j)):
                 loss = self._function(output, target)
             return self._checked(loss)
         except BaseException as error:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import pipert
 from pipert.any_model.microbatch_thread import MicroBatchThread
 from pipert.errors import PipelineTimeout, PipertError, WorkerBusyError
-from pipert.layers.dispatch_keys import current_task
+from pipert.layers.random_numbers import current_task
 from pipert.pipes.module_pipe import ModulePipe
 from tests.activations import until
 from tests.conftest import wait_until_gone

@@ -242,14 +242,21 @@ class Meeting(nn.Module):
 
 def test_changes_by_another_run_are_not_taken_for_the_model_s() -> None:
     model = Meeting()
+    calls: list[int] = []
 
     def wait(*_: Any) -> None:
-        in_second.set()
-        assert model.may_count.wait(10)
+        calls.append(1)
+        if len(calls) == 2:  # in the first micro-batch it has the random generator
+            in_second.set()
+            assert model.may_count.wait(10)
+
+    def count(*_: Any) -> None:
+        if len(calls) == 2:
+            model.has_counted.set()
 
     in_second = threading.Event()
     model.b.register_forward_pre_hook(wait)
-    model.b.register_forward_hook(lambda *_: model.has_counted.set())
+    model.b.register_forward_hook(count)
     with pipert.pipeline(
         model, cuts=["b"], devices=CPUS, chunks=2, deferred_batch_norm=False
     ) as pipe:

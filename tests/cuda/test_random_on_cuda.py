@@ -28,12 +28,12 @@ def by_another_library(x: Tensor) -> Tensor:
 
 
 def with_a_state_set(x: Tensor) -> Tensor:
-    torch.manual_seed(int(torch.randint(1 << 30, ())))  # which seeds all GPUs
+    torch.cuda.manual_seed(int(torch.randint(1 << 30, ())))
     return F.dropout(x)
 
 
 def in_a_fork(x: Tensor) -> Tensor:
-    with torch.random.fork_rng(devices=[0, 1]):
+    with torch.random.fork_rng(devices=[x.device.index]):
         return F.dropout(x)
 
 
@@ -241,25 +241,3 @@ def test_pipes_inside_of_layers_on_each_other_s_devices_do_not_wait_for_each_oth
     ) as pipe:  # fmt: skip
         (first,), (again,) = in_threads(train), in_threads(train)
     assert torch.equal(first[0], again[0]) and torch.equal(*first) and torch.equal(*again)
-
-
-def with_inner_gradient(x: Tensor) -> Tensor:
-    with torch.enable_grad():
-        y = F.dropout(x.detach().requires_grad_())
-        (gradient,) = torch.autograd.grad((y * y).sum(), y)
-    return x + gradient
-
-
-def test_a_layer_that_goes_backward_in_its_forward_waits_for_no_recomputation() -> None:
-    """Both need the one thread that goes backward on the device."""
-
-    def evaluate() -> bool:
-        layers = nn.Sequential(Apply(with_inner_gradient), Apply(with_inner_gradient))
-        devices = [GPUS[0]] * 2
-        with Pipe(layers, [1, 1], devices=devices, chunks=4, checkpoint="never") as pipe:
-            for _ in range(20):
-                pipe(torch.ones(8, 4, device=GPUS[0]))
-        return True
-
-    train = repeated(None, GPUS[0])
-    assert in_threads(evaluate, train, train) == [True] * 3

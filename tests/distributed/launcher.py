@@ -20,12 +20,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pipert.layers.cpu_draws import prepare
-
 _context = multiprocessing.get_context("forkserver")
 # Includes matplotlib, which a rank that saves a picture would otherwise import in half a second.
 _context.set_forkserver_preload(["pipert.distributed", "matplotlib.figure", __name__])
-prepare()  # in the server, once: it takes longer than many tests
 
 
 def in_sweep(*values: Any) -> Any:

@@ -144,22 +144,13 @@ def test_in_a_step_their_gradient_is_that_of_their_forward(
     check(found[0], found[1], one_draw)
 
 
-def test_the_state_that_a_layer_sees_is_its_task_s() -> None:
+def test_each_task_that_draws_sees_a_state_of_its_own() -> None:
     seen: list[bytes] = []
 
     def look(x: Tensor) -> Tensor:
         seen.append(state())
-        return x
+        return drop(x)
 
-    before = state()
     with pipe_of_layers(Apply(look), Apply(look), chunks=2) as pipe:
         pipe(torch.ones(2, 1))
-    assert len({before, *seen}) == 5 and state() == before
-
-
-def test_outside_of_tasks_the_functions_are_torch_s_own() -> None:
-    with pipe_of_layers(nn.Dropout(), chunks=1) as pipe:
-        pipe(torch.ones(2, 2))
-        torch.manual_seed(3)
-        assert torch.equal(torch.get_rng_state(), torch.default_generator.get_state())
-        assert torch.initial_seed() == torch.default_generator.initial_seed() == 3
+    assert len({state(), *seen}) == 5

@@ -20,6 +20,8 @@ FIRST = {
     "pipert/layers/effects.py": (
         "tests/step/test_in_virtual_time.py", "tests/devices/test_out_of_memory.py",
     ),
+    "pipert/layers/random_numbers.py": ("tests/cuda/test_random_on_cuda.py",),
+    "pipert/layers/default_generators.py": ("tests/cuda/test_random_on_cuda.py",),
     "pipert/any_model/": ("tests/any_model/test_on_gpus.py",),
 }
 """The tests that run first for mutants of some files, since no others can notice them."""

@@ -1,0 +1,255 @@
+"""Layers that draw on the CPU take turns; the first micro-batch shows which do."""
+
+from __future__ import annotations
+
+import gc
+import textwrap
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pipert import Pipe, PipelineTimeout
+from pipert.layers.default_generators import default_generator
+from pipert.layers.random_numbers import CPU
+from tests import scripts
+from tests.layers import Apply
+from tests.pipes import pipe_of_layers
+
+PATIENCE = 10.0  # s
+LOSS: dict[str, Any] = {"loss_fn": lambda y, _: y.sum(), "reduction": "sum"}
+
+
+def number_of(x: Tensor) -> int:
+    return int(x[0, 0].detach().item())
+
+
+def numbered(m: int) -> Tensor:
+    return torch.arange(float(m)).view(m, 1)
+
+
+class Inside:
+    """Counts the threads that are inside of a layer at once."""
+
+    def __init__(self) -> None:
+        self._lock, self._now, self.most = threading.Lock(), 0, 0
+
+    def around(self, function: Callable[[Tensor], Tensor]) -> nn.Module:
+        def call(x: Tensor) -> Tensor:
+            with self._lock:
+                self._now += 1
+                self.most = max(self.most, self._now)
+            for _ in range(20):  # so that others would come in
+                y = function(x)
+            with self._lock:
+                self._now -= 1
+            return y
+
+        return Apply(call)
+
+
+@pytest.mark.parametrize("schedule", [None, "gpipe", "1f1b"])
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_layers_that_draw_compute_one_at_a_time(checkpoint: str, schedule: str | None) -> None:
+    inside = Inside()
+    layers = [inside.around(F.dropout) for _ in range(3)]
+    with pipe_of_layers(*layers, chunks=6, checkpoint=checkpoint) as pipe:
+        x = torch.ones(6, 4, requires_grad=True)
+        if schedule is None:
+            pipe(x).sum().backward()
+        else:
+            pipe.forward_backward(x, schedule=schedule, **LOSS)
+    assert inside.most == 1
+
+
+@pytest.mark.parametrize("is_step", [False, True])
+def test_layers_that_do_not_draw_compute_at_the_same_time(is_step: bool) -> None:
+    """Beside one that does, too. Only in the first micro-batch do all take turns."""
+    both = threading.Barrier(2)
+
+    def meet(i: int) -> Callable[[Tensor], Tensor]:
+        def layer(x: Tensor) -> Tensor:
+            if number_of(x) == i:
+                both.wait(PATIENCE)
+            return x * 1
+
+        return layer
+
+    def drop(x: Tensor) -> Tensor:
+        return x * torch.rand(()).clamp(1.0)
+
+    layers = Apply(meet(3)), Apply(meet(2)), Apply(drop)
+    with pipe_of_layers(*layers, chunks=4, checkpoint="never") as pipe:
+        x = numbered(4).requires_grad_()
+        if is_step:
+            pipe.forward_backward(x, schedule="gpipe", **LOSS)
+        else:
+            pipe(x)
+    assert not both.broken
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_a_pipe_in_a_layer_that_draws_takes_its_turns_meanwhile(checkpoint: str) -> None:
+    inner = pipe_of_layers(nn.Dropout(), nn.Dropout(), chunks=2)
+    layer = Apply(lambda x: F.dropout(inner(F.dropout(x))))
+    found = []
+    with inner, pipe_of_layers(layer, nn.Dropout(), layer, chunks=3, checkpoint=checkpoint) as pipe:
+        for _ in range(2):
+            x = torch.ones(6, 64, requires_grad=True)
+            torch.manual_seed(0)
+            y = pipe(x)
+            y.sum().backward()
+            assert torch.equal(y, x.grad)  # type: ignore[arg-type]
+            found.append((y, torch.get_rng_state()))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_a_pipe_in_a_layer_that_does_not_draw_leaves_the_generator_alone() -> None:
+    inner = pipe_of_layers(Apply(torch.sin), Apply(torch.cos), chunks=2)
+    before = torch.get_rng_state()
+    with inner, pipe_of_layers(*[Apply(inner) for _ in range(3)], chunks=4) as pipe:
+        for _ in range(3):
+            pipe(torch.ones(8, 4))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_calls_of_several_threads_have_gradients_that_are_right() -> None:
+    right: list[bool] = []
+
+    def train() -> None:
+        layers = nn.Dropout(), Apply(torch.neg), Apply(F.dropout)
+        with pipe_of_layers(*layers, chunks=3, checkpoint="always") as pipe:
+            for _ in range(10):
+                x = torch.ones(6, 32, requires_grad=True)
+                y = pipe(x)
+                y.sum().backward()
+                right.append(torch.equal(y, x.grad))  # type: ignore[arg-type]
+
+    threads = [threading.Thread(target=train) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert right == [True] * 30
+
+
+def test_a_layer_that_raises_gives_the_generator_back() -> None:
+    def fail(x: Tensor) -> Tensor:
+        torch.rand(3)
+        raise ValueError("no")
+
+    before = torch.get_rng_state()
+    with pipe_of_layers(Apply(fail), Apply(F.dropout), chunks=2) as pipe:
+        with pytest.raises(ValueError, match="no"):
+            pipe(torch.ones(2, 2))
+        assert "0 users" in repr(default_generator(CPU))
+    torch.set_rng_state(before)
+
+
+def test_a_run_that_was_given_up_holds_up_no_other() -> None:
+    """Its layer is stuck, and has the generator, as all have in the first micro-batch."""
+    release = threading.Event()
+
+    def wait(x: Tensor) -> Tensor:
+        assert release.wait(PATIENCE)
+        return F.dropout(x)
+
+    before = torch.get_rng_state()
+    with pipe_of_layers(Apply(wait), chunks=1) as stuck, pipe_of_layers(nn.Dropout()) as pipe:
+        with pytest.raises(PipelineTimeout):
+            stuck(torch.ones(2, 2), timeout=0.2)
+        torch.set_rng_state(before)
+        x = torch.ones(2, 64, requires_grad=True)
+        y = pipe(x)
+        y.sum().backward()
+        assert torch.equal(y, x.grad)  # type: ignore[arg-type]
+        release.set()
+
+
+def test_whoever_waits_for_a_turn_may_give_up() -> None:
+    release, entered = threading.Event(), threading.Event()
+
+    def wait(x: Tensor) -> Tensor:
+        entered.set()
+        assert release.wait(PATIENCE)
+        return F.dropout(x)
+
+    with pipe_of_layers(Apply(wait), chunks=1) as first, pipe_of_layers(nn.Dropout()) as pipe:
+        caller = threading.Thread(target=first, args=(torch.ones(2, 2),))
+        caller.start()
+        assert entered.wait(PATIENCE)
+        with pytest.raises(PipelineTimeout):
+            pipe(torch.ones(2, 2), timeout=0.2)
+        release.set()
+        caller.join(PATIENCE)
+
+
+def test_runs_that_overlap_learn_from_each_other_which_layers_draw() -> None:
+    """Two items of ``map`` are in layers at once, though each is the first of its run."""
+    both = threading.Barrier(2)
+
+    def meet(i: int) -> Callable[[Tensor], Tensor]:
+        def layer(x: Tensor) -> Tensor:
+            if number_of(x) == i:
+                both.wait(PATIENCE)
+            return x
+
+        return layer
+
+    with torch.no_grad(), pipe_of_layers(Apply(meet(3)), Apply(meet(2)), chunks=1) as pipe:
+        list(pipe.map([*numbered(5)[:, None]]))
+    assert not both.broken
+
+
+def test_a_layer_may_draw_in_threads_of_its_own() -> None:
+    def draw(x: Tensor) -> Tensor:
+        drawn: list[Tensor] = []
+        other = threading.Thread(target=lambda: drawn.append(torch.rand(64)))
+        other.start()
+        other.join(PATIENCE)
+        return x * drawn[0]
+
+    with pipe_of_layers(Apply(draw), nn.Dropout(), chunks=3, checkpoint="always") as pipe:
+        x = torch.ones(3, 64, requires_grad=True)
+        y = pipe(x)
+        y.sum().backward()
+    assert torch.equal(y, x.grad)  # type: ignore[arg-type]
+
+
+def test_a_finished_run_is_not_kept() -> None:
+    gc.collect()
+    pipe = Pipe(nn.Sequential(nn.Dropout()), [1], devices=["cpu"])
+    with pipe:
+        pipe(torch.ones(2, 2))
+    assert "0 users" in repr(default_generator(CPU))
+
+
+def test_nothing_of_torch_is_replaced() -> None:
+    script = """
+        import torch
+        from torch import nn
+
+        def own():
+            modules = torch, torch.random, torch.cuda, torch.nn.functional, torch.autograd
+            return {(m.__name__, k): id(v) for m in modules for k, v in vars(m).items()}
+
+        nn.Sequential(nn.Dropout())(torch.ones(2, 2, requires_grad=True)).sum().backward()
+        before = own()
+        import pipert
+        layers = nn.Sequential(nn.Dropout(), nn.Dropout())
+        with pipert.Pipe(layers, [1, 1], devices=["cpu"] * 2, chunks=2) as pipe:
+            x = torch.ones(2, 2, requires_grad=True)
+            pipe(x).sum().backward()
+            pipe.forward_backward(x, loss_fn=lambda y, _: y.sum())
+        after = own()
+        changed = [name for name in before if after.get(name) != before[name]]
+        assert changed == [], changed
+        torch.randperm(4, generator=torch.random.default_generator)
+        print("right")
+    """
+    found = scripts.run(textwrap.dedent(script), fresh=True)
+    assert found.stdout == "right\n", found.stderr
