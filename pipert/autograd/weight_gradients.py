@@ -15,7 +15,7 @@ by a node of its own, which no other executes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,80 +25,64 @@ from pipert._torch import backward_id
 from pipert.autograd.engine import differentiate
 from pipert.autograd.leaves import Behind
 from pipert.autograd.weight_uses import Use, find_uses
-from pipert.batch.tensors import alone, version
+from pipert.batch.tensors import alone, version, versions
 
 
-class _Kept(NamedTuple):
-    """A tensor that is kept for ``W[i,j]``, and its version."""
+class Later:
+    """A use of a weight whose gradient is computed later, once the backward has ended."""
 
-    tensor: Tensor
-    version: int
-
-    def get(self) -> Tensor:
-        """Return the tensor.
-
-        Raises:
-            RuntimeError: it was changed in place.
-        """
-        if version(self.tensor) != self.version:
-            raise RuntimeError(
-                "a tensor needed for the gradient of a weight was modified in place before that "
-                "was computed, which the schedule does later; clone it, or use schedule='1f1b'"
-            )
-        return self.tensor
-
-
-class Later(NamedTuple):
-    """A use of a weight whose gradient is computed later. References no node that saves tensors."""
-
-    leaves: list[Tensor]
-    """The weight, and the bias if that is put off, too."""
-    edges: list[GradientEdge]
-    """For each, where the way to it begins."""
-    compute: Any
-    x: _Kept
-    dy: _Kept
-
-    def gradients(self) -> tuple[Tensor, ...]:
-        """Return the gradients that go out on the edges."""
-        found: tuple[Tensor, ...] = self.compute(self.x.get(), self.dy.get(), len(self.leaves) > 1)
-        return found
-
-
-class _Watch:
-    """Notes the gradients that arrive at one node, by the number of the backward."""
-
-    __slots__ = ("_handle", "_seen", "_use", "_version")
+    __slots__ = ("_compute", "_handle", "_seen", "_versions", "dy", "edges", "leaves", "x")
 
     def __init__(self, use: Use) -> None:
-        self._use, self._version = use, version(use.x)
-        self._seen: dict[int | None, _Kept | None] = {}
+        ways = (use.weight,) if use.bias is None else (use.weight, use.bias)
+        self.leaves = [way.leaf for way in ways]
+        """The weight, and the bias if that is put off, too."""
+        self.edges = [way.edge for way in ways]
+        """For each, where the way to it begins."""
+        self._compute, self.x, self._versions = use.compute, use.x, versions((use.x,))
+        self.dy: Tensor  # once the backward has ended
+        self._seen: dict[int | None, tuple[Tensor, int] | None] = {}  # by number of the backward
         self._handle = use.node.register_prehook(self._see)  # after all others
 
     def _see(self, dys: Sequence[Tensor | None]) -> None:
         self._seen[backward_id()] = _kept(dys[0])
 
-    def end(self, number: int | None, captured: Tensor | None) -> Later | None:
-        """Stop; return what is left to do after the backward of this number, if anything.
+    def end(self, number: int | None, captured: Tensor | None) -> bool:
+        """Return whether the backward of this number has left anything to do.
 
         ``captured`` is what the engine returned: if it did not execute the node, hooks on tensors
-        have seen that, and there are no others.
+        have seen that, and there are no others. From now on no node that saves tensors is held.
         """
         self._handle.remove()
         dy = self._seen[number] if number in self._seen else _kept(captured)
+        self._seen = {}
         if dy is None:
-            return None
-        ways = [way for way in (self._use.weight, self._use.bias) if way is not None]
-        leaves, edges = [way.leaf for way in ways], [way.edge for way in ways]
-        return Later(leaves, edges, self._use.compute, _Kept(self._use.x, self._version), dy)
+            return False
+        self.dy = dy[0]
+        self._versions.append(dy[1])
+        return True
+
+    def gradients(self) -> tuple[Tensor, ...]:
+        """Return the gradients that go out on the edges.
+
+        Raises:
+            RuntimeError: a tensor that was kept has been changed in place.
+        """
+        if versions((self.x, self.dy)) != self._versions:
+            raise RuntimeError(
+                "a tensor needed for the gradient of a weight was modified in place before that "
+                "was computed, which the schedule does later; clone it, or use schedule='1f1b'"
+            )
+        found: tuple[Tensor, ...] = self._compute(self.x, self.dy, len(self.leaves) > 1)
+        return found
 
 
-def _kept(tensor: Tensor | None) -> _Kept | None:
-    """Keep a tensor, and no larger one of which it is a part."""
+def _kept(tensor: Tensor | None) -> tuple[Tensor, int] | None:
+    """Return a tensor, but no larger one of which it is a part, and its version."""
     if tensor is None:
         return None
     tensor = alone(tensor)
-    return _Kept(tensor, version(tensor))
+    return tensor, version(tensor)
 
 
 class PutOff:
@@ -111,12 +95,11 @@ class PutOff:
 
     def __init__(self, behind: Behind, ends: Sequence[Node]) -> None:
         uses = find_uses(behind, ends)
-        ways = [way for use in uses for way in (use.weight, use.bias) if way is not None]
-        put_off = {id(way.leaf) for way in ways}
+        self._later = list(map(Later, uses))
+        put_off = {id(leaf) for later in self._later for leaf in later.leaves}
         self.leaves = [leaf for leaf in behind.leaves if id(leaf) not in put_off]
         """The leaves that are left."""
         self._nodes = [GradientEdge(use.node, 0) for use in uses]
-        self._watches = list(map(_Watch, uses))
         self._number: int | None = None
 
     def differentiate(
@@ -127,7 +110,7 @@ class PutOff:
         Returns:
             The gradients of ``wanted``, and what is left to do.
         """
-        if not self._watches:
+        if not self._later:
             return run(wanted, ys, dys), []
         leaf = torch.empty(0, device=dys[0].device, requires_grad=True)  # V3
         with torch.enable_grad():
@@ -139,12 +122,9 @@ class PutOff:
             found = run(every, (own, *ys), (leaf.detach(), *dys))  # last, it might meet y's node
         finally:
             self._nodes.clear()
-            captured = found[len(wanted) : -1]
-            ended = [
-                watch.end(self._number, dy)
-                for watch, dy in zip(self._watches, captured, strict=True)
-            ]
-        return found[: len(wanted)], [later for later in ended if later is not None]
+            pairs = zip(self._later, found[len(wanted) : -1], strict=True)
+            left = [later for later, dy in pairs if later.end(self._number, dy)]
+        return found[: len(wanted)], left
 
     def _begin(self, _: object) -> None:
         self._number = backward_id()
@@ -158,7 +138,7 @@ def compute_later(later: list[Later]) -> tuple[list[Tensor], list[Tensor | None]
     with torch.no_grad():
         while later:
             use = later.pop()
-            if any(leaf.requires_grad for leaf in use.leaves):
+            if any([leaf.requires_grad for leaf in use.leaves]):
                 for leaf, edge, gradient in zip(
                     use.leaves, use.edges, use.gradients(), strict=True
                 ):

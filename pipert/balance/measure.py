@@ -178,8 +178,8 @@ def measure_all(call: Call) -> tuple[Cost, Carried]:
     uses, split, split_extra = _metered(call.device, partial(_defer, inputs, roots, ones))
     sizes = call.storages.sizes
     weights = sizes([*call.layer.parameters(), *call.layer.buffers()])
-    arriving = sizes([use.dy.tensor for use in uses])
-    later = without({**sizes([use.x.tensor for use in uses]), **arriving}, weights)
+    arriving = sizes([use.dy for use in uses])
+    later = without({**sizes([use.x for use in uses]), **arriving}, weights)
     deferred = sum({id(leaf): leaf.nbytes for use in uses for leaf in use.leaves}.values())
     _, weight, _ = _metered(call.device, partial(compute_later, uses))
     made = without(cost.outputs, cost.inputs)
