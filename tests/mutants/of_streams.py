@@ -81,6 +81,10 @@ MUTANTS = [
         "result.record_stream(reader)", "pass",
     ),
     Mutant(
+        "gradient-not-recorded", STREAM, "record_stream of a gradient of a step",
+        "_stored(tensor).record_stream(torch.cuda.current_stream(tensor.device))", "pass",
+    ),
+    Mutant(
         "reader-is-current", STREAM, "the stream of the forward as the reader of a gradient",
         "reader = reader or compute_stream(device)", "reader = compute_stream(device)",
     ),
