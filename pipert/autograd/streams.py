@@ -111,6 +111,13 @@ def copy(
     return tuple(results)
 
 
+def record(tensors: Iterable[Tensor]) -> None:
+    """Tell the allocator that the current streams read ``tensors``, wherever it has put them."""
+    for tensor in tensors:
+        if tensor.is_cuda and tensor.layout == torch.strided and type(tensor) is Tensor:
+            _stored(tensor).record_stream(torch.cuda.current_stream(tensor.device))
+
+
 def _stored(tensor: Tensor) -> Tensor:
     """Return a tensor with the same storage that is safe to pass to ``record_stream``.
 

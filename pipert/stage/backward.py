@@ -180,21 +180,23 @@ def taking_gradients(weights: Iterable[Tensor], sums: Sums) -> Iterator[None]:
     """
     wanted = [weight for weight in weights if weight.requires_grad]
     held = accumulators(wanted)  # views, which hold the nodes that add to ``.grad``
-    here, handles = threading.get_ident(), list[Any]()
+    here, handles, taken = threading.get_ident(), list[Any](), list[Any]()
     try:
         for weight, view in zip(wanted, held, strict=True):
             node: Any = view.grad_fn
-            take = partial(_take, here, sums, weight)
+            take = partial(_take, here, taken, weight)
             handles.append(node.next_functions[0][0].register_prehook(take))
         with torch.autograd.set_multithreading_enabled(False):
             yield
     finally:
         for handle in handles:
             handle.remove()
+    for weight, arriving in taken:  # not where they arrive, on the streams of the weights' nodes
+        sums.add((weight,), arriving)
 
 
 def _take(
-    thread: int, sums: Sums, weight: Tensor, arriving: tuple[Any, ...]
+    thread: int, taken: list[Any], weight: Tensor, arriving: tuple[Any, ...]
 ) -> tuple[Any, ...] | None:
     if threading.get_ident() != thread:
         return None  # another caller's, which passes
@@ -204,5 +206,5 @@ def _take(
             "calls backward by itself: the hook would see parts of the gradient of a step. Remove "
             "the hook, or use loss.backward()"
         )
-    sums.add((weight,), arriving)
+    taken.append((weight, arriving))
     return (None,)

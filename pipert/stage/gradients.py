@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from pipert._torch import add_in_place
+from pipert.autograd import streams
 from pipert.autograd.leaves import accumulators
 
 _PLAIN = (Tensor, nn.Parameter)
@@ -74,6 +75,8 @@ class Gradients:
             for weight, gradient in zip(weights, gradients, strict=True):
                 self.add((weight,), (gradient,))
             return
+        # Autograd may have added up a gradient on the stream on which its leaf was first used (D1).
+        streams.record([gradient for gradient in gradients if gradient is not None])
         totals, added = list[Tensor](), list[Tensor]()
         for weight, gradient in zip(weights, gradients, strict=True):
             if gradient is None:

@@ -106,3 +106,63 @@ def test_memory_of_a_stream_that_a_pipe_takes_from_the_pool_for_its_copies() -> 
         tensor.add(1)
         del tensor
         pipe(torch.ones(4, 3))
+
+
+class Twice(nn.Module):
+    """A layer with two uses of its weight, whose gradients autograd adds up out of place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight.sum() + self.weight.sum()
+
+
+class _Inner(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.function = function
+        ctx.save_for_backward(x)
+        return function(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None]:
+        (x,) = ctx.saved_tensors
+        leaf = x.detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.function(leaf)
+        y.backward(dy)
+        return leaf.grad, None
+
+
+class GoesBackwardInside(Twice):
+    """A layer whose backward calls ``backward``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = _Inner.apply(x, super().forward)  # type: ignore[no-untyped-call]
+        return y + self.weight.sum()
+
+
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")
+@pytest.mark.parametrize("make", [Twice, GoesBackwardInside])
+def test_a_step_reads_gradients_in_memory_of_a_stream_that_its_copies_use(
+    make: type[Twice],
+) -> None:
+    """Autograd adds a leaf's gradients on the stream of its first use, if that graph still exists.
+
+    Here it is the third copy stream as well: torch's pool returns it again as the 33rd.
+    """
+    new: Any = torch.cuda.Stream
+    first, x = make(), torch.ones(6, 3, requires_grad=True)
+    module = nn.Sequential(first, nn.Linear(3, 3))
+    with Pipe(module, [1, 1], devices=DEVICES, chunks=3) as pipe:
+        own = new(DEVICES[0])
+        own.wait_stream(torch.cuda.current_stream(DEVICES[0]))
+        with torch.cuda.stream(own):
+            graph = first.weight * 1
+        for _ in range(29):
+            new(DEVICES[0])
+        target = torch.ones(6, 3)
+        pipe.forward_backward(x, target=target, loss_fn=nn.functional.mse_loss, schedule="1f1b")
+    assert graph.requires_grad

@@ -155,6 +155,17 @@ def _step_of_pipe(case: Case, k: int, pipe: Any, batch: Batch, found: Found) -> 
         assert str(seen.report())
 
 
+def let_autograd_end() -> None:
+    """Waits for autograd's threads: ``loss.backward()`` raises while others may be in a node.
+
+    In a pipe that may be a recomputation, which reads weights that the user changes next. So would
+    a node of a plain module; the host waits for no stream here.
+    """
+    for device in range(GPUS):
+        one: Any = torch.ones((), device=f"cuda:{device}", requires_grad=True)
+        one.backward()
+
+
 def _function(model: nn.Module, loss_fn: Any) -> Any:
     def function(microbatch: tuple[Tensor, Tensor]) -> Tensor:
         x, target = microbatch

@@ -220,7 +220,7 @@ def take(
         with torch.inference_mode() if step.how == "inference" else torch.no_grad():
             y = forward()
             before_backward()
-            keep(found, "output", y)
+            keep(found, "output without a graph", y)
         return
     if step.how in SCHEDULES:
         keep(found, "loss", whole().detach())

@@ -47,6 +47,8 @@ MUTANTS: list[Row] = [
      "_stored(tensor).record_stream(source)", "pass"),
     ("result-not-recorded", STREAM, "record_stream of the copy", "result.record_stream(reader)",
      "pass"),
+    ("gradient-not-recorded", STREAM, "record_stream of a gradient of a step",
+     "_stored(tensor).record_stream(torch.cuda.current_stream(tensor.device))", "pass"),
     ("reader-is-current", STREAM, "the stream of the forward as the reader of a gradient",
      "reader = reader or compute_stream(device)", "reader = compute_stream(device)"),
     ("reader-is-target", STREAM, "the compute stream as the reader of a copy",
