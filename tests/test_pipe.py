@@ -27,7 +27,7 @@ def layers() -> nn.Sequential:
 
 
 def made(module: Any = ANY, balance: Any = (1, 3), **options: Any) -> Pipe:
-    options.setdefault("devices", ["cpu"] * 4)
+    options.setdefault("devices", ["cpu"] * 2)
     return Pipe(layers() if module is None else module, balance, **options)
 
 
@@ -119,8 +119,13 @@ def test_balance_must_add_up(balance: list[int]) -> None:
 
 
 def test_each_partition_needs_a_device() -> None:
-    with pytest.raises(IndexError, match="there are 2 partitions and 1 devices"):
+    with pytest.raises(IndexError, match=r"devices \['cpu'\].*devices=\['cpu', 'cpu'\]"):
         made(devices=["cpu"])
+
+
+def test_each_device_needs_a_partition() -> None:
+    with pytest.raises(ValueError, match=r"leave out \['cpu:7'\]"):
+        made(devices=["cpu", "cpu", "cpu:7"])
 
 
 def test_one_device_for_all_is_refused_with_a_remedy() -> None:
@@ -507,7 +512,7 @@ class Spy(nn.Module):
 
 def test_pitfall_28_wrapping_calls_no_layer() -> None:
     spy = Spy()
-    with made(nn.Sequential(spy), [1]):
+    with made(nn.Sequential(spy), [1], devices=["cpu"]):
         assert spy.calls == 0
 
 

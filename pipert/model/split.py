@@ -111,7 +111,7 @@ def check_balance(module: nn.Sequential, balance: Sequence[int]) -> None:
         )
 
 
-_MEASURE = "pipert.balance.balance_by_time(partitions, module, sample) measures one"
+_MEASURE = "pipert.balance.balance_by_time(partitions, module, example) measures one"
 
 
 def split(module: nn.Sequential, balance: Sequence[int]) -> tuple[nn.Sequential, ...]:
