@@ -87,11 +87,11 @@ class Pipe(PipeBase):
         deferred_batch_norm: bool | None = None,
         timeout: float | None = None,
     ) -> None:
+        check_module(module)
         balance = require_balance(balance)
         super().__init__(
             len(balance), chunks, checkpoint, schedule, deferred_batch_norm, timeout
         )
-        check_module(module)
         refuse_data_parallel(module)
         verify_skippables(module)
         check_balance(module, balance)

@@ -146,10 +146,10 @@ UNKNOWN, NOT_SEQUENTIAL = "sometimes", nn.ReLU()
     [
         ("balance is required", {"balance": None, "chunks": 0}),
         ("balance is required", {"balance": None, "checkpoint": UNKNOWN}),
-        ("balance is required", {"balance": None, "module": NOT_SEQUENTIAL}),
-        ("chunks must be", {"chunks": 0, "module": NOT_SEQUENTIAL}),
+        ("module must be", {"balance": None, "module": NOT_SEQUENTIAL}),
+        ("module must be", {"chunks": 0, "module": NOT_SEQUENTIAL}),
         ("chunks must be", {"chunks": 0, "balance": [9]}),
-        ("checkpoint must be", {"checkpoint": UNKNOWN, "module": NOT_SEQUENTIAL}),
+        ("module must be", {"checkpoint": UNKNOWN, "module": NOT_SEQUENTIAL}),
         ("checkpoint must be", {"checkpoint": UNKNOWN, "balance": [9]}),
         ("module must be", {"module": NOT_SEQUENTIAL, "balance": [9]}),
         ("module must be", {"module": NOT_SEQUENTIAL, "devices": []}),
@@ -535,7 +535,7 @@ def test_pitfall_28_wrapping_leaves_the_memory_of_parameters() -> None:
 
 def test_call_after_close_is_refused(pipe: Pipe) -> None:
     pipe.close()
-    with pytest.raises(PipeClosedError, match="make a new Pipe"):
+    with pytest.raises(PipeClosedError, match="make a new one"):
         pipe(torch.ones(4, 2))
 
 

@@ -226,7 +226,8 @@ class PipeBase(Settings):
             timeout: as in :meth:`forward`.
 
         Returns:
-            The loss of the mini-batch, unscaled and without a graph, on the last device; with
+            The loss of the mini-batch, unscaled, on the last device; it has no graph, since the
+            backward is done: call no ``backward()``. With
             ``return_outputs`` a pair of it and what :meth:`forward` would return, without a graph;
             of ``microbatches`` a list with the output of each.
 
@@ -264,6 +265,8 @@ class PipeBase(Settings):
             total = self._step(inputs, planned, run_step, seconds, own)
         except TypeError as error:
             explain_keywords(error, keywords_of(inputs))
+            if step is not None and microbatches is None and not (args or kwargs):
+                error.add_note("step got no micro-batch; give microbatches, or arguments to split")
             raise
         return (total, run_step.output) if return_outputs else total
 
