@@ -13,6 +13,7 @@ from pipert.balance.by_cost import balance_by_cost, check_partitions
 from pipert.balance.calls import measure_layers, micro_batches
 from pipert.balance.cost import Cost, total, without
 from pipert.balance.measure import Call, measure_sizes, repeated, time_warm
+from pipert.balance.progress import counting
 from pipert.batch.tensors import Carried, tensors_of
 from pipert.model.split import check_module
 from pipert.skip.namespace import Key
@@ -89,7 +90,8 @@ def layer_times(
         Exception: whatever a layer raises, with a note that names the layer.
     """
     value = micro_batches(example, chunks)[0]
-    return repeated(lambda: measure_layers(module, value, device, time_warm), timeout)
+    with counting("measuring layers", time_warm) as measure:
+        return repeated(lambda: measure_layers(module, value, device, measure), timeout)
 
 
 class LayerSize(NamedTuple):

@@ -121,9 +121,10 @@ def plan_for(
     sizes = [sum(tensor.nbytes for tensor in tensors_of(x)[0]) for x in (example, target)]
     search = partial(_Search, names, limits, param_scale, sizes, is_cut)
     found = list[Candidate]()
-    for m, value in {len(batches): batches[0] for batches in split}.items():
+    firsts = {len(batches): batches[0] for batches in split}
+    for m, value in firsts.items():
         aim = None if target is None else settled(micro_batches(target, m)[0], where[0])
-        found += search(m, costs_for(value, aim)).candidates()
+        found += search(m, costs_for(value, aim, f"chunks={m} of {[*firsts]}")).candidates()
     fit = [each for each in found if not _excess(each, limits)]
     if not fit:
         least = min(found, key=lambda each: _excess(each, limits))
