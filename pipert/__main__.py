@@ -7,10 +7,10 @@ import sys
 from collections.abc import Sequence
 
 import pipert
-from pipert.check import command
+from pipert.check import command, demo
 from pipert.pipes import traced_script
 
-_TOOLS = (traced_script, command)
+_TOOLS = (demo, traced_script, command)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -22,6 +22,7 @@ from pipert.model.split import (
     warn_if_not_batch_first,
 )
 from pipert.pipes.base import PipeBase
+from pipert.schedules.plan import Schedule
 from pipert.skip.routes import routes
 from pipert.skip.verify import verify_skippables
 from pipert.stage.assembly import Layered
@@ -45,14 +46,20 @@ class Pipe(PipeBase):
         module: the layers. They move to their devices, and stay the same objects under the
             same names: ``state_dict()`` keys, parameter names and identities are the module's.
         balance: the number of layers in each partition, in order.
-        devices: the device of each partition; there may be more than partitions. A CUDA device may
-            appear more than once, and is served by one thread. Each ``'cpu'`` is a logical device
-            with a thread of its own; ``'cpu:0'`` and the like may appear more than once, too.
-            Default: the CUDA devices in order; without CUDA, a logical device for each partition.
+        devices: the device of each partition. A CUDA device may appear more than once, and is
+            served by one thread. Each ``'cpu'`` is a logical device with a thread of its own;
+            ``'cpu:0'`` and the like may appear more than once, too. Default: the CUDA devices in
+            order, as many as needed; without CUDA, a logical device for each partition.
         chunks: the largest number of micro-batches that a call is split into; default 1.
         checkpoint: which micro-batches are recomputed in the backward instead of keeping their
             activations: ``'always'``, ``'except_last'`` (default) or ``'never'``; or a list with
             the mode of each partition.
+        schedule: the order of the tasks of a step, that is of :meth:`forward_backward`. With
+            ``'1f1b'`` (default) partition *j* keeps the activations of at most ``n - j``
+            micro-batches; ``'eager-1f1b'`` keeps those of ``2 * (n - j) - 1`` and waits for no
+            copies; ``'interleaved'`` is for devices with several partitions; ``'zb'``, ``'zb-h1'``,
+            ``'zb-h2'`` and ``'zb-v'`` fill the bubble with gradients of weights; ``'gpipe'`` fills
+            and drains. Or a function, see :func:`pipert.schedules.plan`.
         deferred_batch_norm: whether BatchNorm layers in training mode update their running
             statistics once for each call, from all its rows, rather than once for each micro-batch.
             Default: they do not, and there is a warning if the module has such layers.
@@ -61,8 +68,8 @@ class Pipe(PipeBase):
 
     Raises:
         ValueError: ``balance`` is missing, does not add up, or has an entry below one; ``chunks``
-            is below one; ``checkpoint`` is unknown; a device does not exist; a buffer would be
-            needed on two devices.
+            is below one; ``checkpoint`` or ``schedule`` is unknown; a device does not exist, or is
+            named beyond the partitions; a buffer would be needed on two devices.
         TypeError: ``module`` is not a plain ``nn.Sequential``, its stashes and pops do not match,
             or ``devices`` names no devices.
         IndexError: there are more partitions than devices.
@@ -76,12 +83,15 @@ class Pipe(PipeBase):
         devices: Iterable[Device] | None = None,
         chunks: int = 1,
         checkpoint: str | Sequence[str] | None = None,
+        schedule: str | Schedule = "1f1b",
         deferred_batch_norm: bool | None = None,
         timeout: float | None = None,
     ) -> None:
-        balance = require_balance(balance)
-        super().__init__(len(balance), chunks, checkpoint, deferred_batch_norm, timeout)
         check_module(module)
+        balance = require_balance(balance)
+        super().__init__(
+            len(balance), chunks, checkpoint, schedule, deferred_batch_norm, timeout
+        )
         refuse_data_parallel(module)
         verify_skippables(module)
         check_balance(module, balance)

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
 from pipert._typing import Device
 from pipert.any_model.routed import pipe_of
 from pipert.balance.by_calls import choose_cuts
+from pipert.balance.by_cost import check_partitions
+from pipert.balance.calls import as_arguments, micro_batches
+from pipert.batch.microbatch import arguments_of
 from pipert.model.device_map import cuts_of_device_map, has_device_map, remove_hooks
+from pipert.model.devices import default_devices, devices_and_workers, parse_devices
 from pipert.pipes.base import PipeBase
 from pipert.pipes.module_pipe import ModulePipe
+from pipert.schedules.plan import Schedule
 
 __all__ = ["pipeline"]
 
@@ -21,11 +26,12 @@ def pipeline(
     model: nn.Module,
     cuts: Iterable[str] | None = None,
     *,
-    partitions: int | None = None,
+    partitions: int | Literal["auto"] | None = None,
     example: Any = None,
     devices: Iterable[Device] | None = None,
     chunks: int = 1,
     checkpoint: str | Sequence[str] | None = None,
+    schedule: str | Schedule = "1f1b",
     deferred_batch_norm: bool | None = None,
     timeout: float | None = None,
 ) -> ModulePipe:
@@ -36,7 +42,7 @@ def pipeline(
 
     >>> model = nn.ModuleDict({"a": a, "b": b})
     >>> model.forward = lambda x: model["b"](model["a"](x).relu())
-    >>> with pipeline(model, cuts=["b"], devices=["cpu", "cpu"], chunks=4) as pipe:
+    >>> with pipeline(model, example=torch.randn(32, 8), chunks=4) as pipe:
     ...     pipe(torch.randn(32, 8)).shape
     torch.Size([32, 8])
 
@@ -47,54 +53,63 @@ def pipeline(
             called. Partition *j* begins with the first call of the *j*-th of them. Default: the
             cuts of the model's ``hf_device_map``, if it was loaded with one, or found by measuring.
         partitions: the number of partitions, instead of ``cuts``; ``example`` is run to find cuts
-            for which each takes about as long. ``pipe.cuts`` tells which were chosen.
-        example: arguments of the model, such as a micro-batch: a dict of keyword arguments, a tuple
-            of positional ones, or a tensor.
+            for which each takes about as long. ``pipe.cuts`` tells which were chosen. ``'auto'``,
+            and the default without cuts, is the number of devices.
+        example: a mini-batch, as large as those to train with: a dict of keyword arguments of the
+            model, a tuple of positional ones, or a single one. It is split into ``chunks``, and the
+            first micro-batch is run.
         devices: as in :class:`Pipe`; with the cuts of an ``hf_device_map``, by default its devices.
+            Without CUDA, and without cuts, the default is two logical CPU devices.
         chunks: as in :class:`Pipe`.
         checkpoint: as in :class:`Pipe`. The calls of layers are recomputed; what the model's own
             code computes between them is kept.
+        schedule: as in :class:`Pipe`.
         deferred_batch_norm: as in :class:`Pipe`.
         timeout: as in :class:`Pipe`.
 
     Raises:
         ValueError: as :class:`Pipe`; or a cut is not a module of the model, is inside another one,
-            or can never be called; or neither cuts nor partitions are given.
+            or can never be called; or neither cuts nor an example is given.
         TypeError: ``model`` is not an ``nn.Module``, or has layers that stash and pop skips.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {model!r}")
     if isinstance(model, PipeBase):
         raise TypeError("model is a pipe already; make another one of the module it was made of")
-    mapped: Iterable[Device] | None = None  # the devices of the device map
-    if cuts is None and partitions is None:
-        if not has_device_map(model):
-            raise ValueError(
-                "give cuts, names of modules with which the partitions after the first begin; or "
-                "partitions, their number, and example, arguments to measure the model with"
-            )
-        cuts, mapped = cuts_of_device_map(model)
-    elif cuts is not None and partitions is not None:
+    if cuts is not None and partitions is not None:
         raise ValueError(f"give cuts or partitions, got both: {cuts!r} and {partitions!r}")
+    if cuts is None and partitions is None and has_device_map(model):
+        cuts, mapped = cuts_of_device_map(model)
+        devices = mapped if devices is None else devices
+    if cuts is None:
+        is_auto = partitions in (None, "auto")
+        n = 2 if is_auto else check_partitions(partitions)
+        placed = default_devices(n) if devices is None else [*parse_devices(devices)]
+        n = len(placed) if is_auto else n
+        if example is None:
+            raise ValueError(
+                f"cuts for {n} partitions{', one for each device,' * is_auto} are found by running "
+                "the model: give example, a mini-batch as for training, or cuts, the names of the "
+                "modules with which the partitions after the first begin"
+            )
+        devices = None if devices is None else placed
+        devices_and_workers(devices, n)  # refuses too few, before anything takes time
+    if example is not None:
+        example = as_arguments(micro_batches(arguments_of(example), chunks)[0])
     while (older := pipe_of(model)) is not None and older.module is model:
         older.close()
     if has_device_map(model):
         remove_hooks(model)
     if cuts is None:
-        assert partitions is not None
-        if example is None:
-            raise ValueError(
-                "partitions are found by measuring the model; give example, arguments like those "
-                "of a micro-batch"
-            )
-        cuts = choose_cuts(model, partitions, example)
+        cuts = choose_cuts(model, n, example)
     return ModulePipe(
         model,
         cuts,
         example,
-        devices=mapped if devices is None else devices,
+        devices=devices,
         chunks=chunks,
         checkpoint=checkpoint,
+        schedule=schedule,
         deferred_batch_norm=deferred_batch_norm,
         timeout=timeout,
     )

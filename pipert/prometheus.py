@@ -93,12 +93,15 @@ class PipeMetrics(Collector):
 
         Raises:
             ValueError: another live pipe has that name.
+            TypeError: ``pipe`` is no pipe.
         """
+        if not hasattr(pipe, "add_observer"):
+            raise TypeError(f"pipe must be a pipe, got {pipe!r}; write metrics.add(pipe, name)")
         durations = _Durations(name, self._buckets)
         with self._lock:
             if name in self._alive():
                 raise ValueError(f"there is a pipe called {name!r} already; remove it, or rename")
-            pipe.add_observer(durations)  # first: raises for what is no pipe
+            pipe.add_observer(durations)
             self._pipes[name] = (weakref.ref(pipe), durations)
 
     def remove(self, name: str) -> None:

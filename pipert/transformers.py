@@ -60,7 +60,7 @@ class Pipelined(_Base):  # type: ignore[misc,unused-ignore]
 
     Args:
         *args: as of the trainer. Its model is in a pipe, see :func:`pipert.pipeline`.
-        schedule: the schedule of a step, as in :meth:`pipert.Pipe.forward_backward`.
+        schedule: the schedule of a step, as in :class:`pipert.Pipe`. Default: the pipe's.
         **kwargs: likewise.
 
     Raises:
@@ -68,7 +68,7 @@ class Pipelined(_Base):  # type: ignore[misc,unused-ignore]
         ValueError: the arguments ask for something a pipe cannot do, such as several processes.
     """
 
-    def __init__(self, *args: Any, schedule: Any = "1f1b", **kwargs: Any) -> None:
+    def __init__(self, *args: Any, schedule: Any = None, **kwargs: Any) -> None:
         given = [one for one in (*args, *kwargs.values()) if isinstance(one, TrainingArguments)]
         names = "gradient_checkpointing", "activation_checkpointing"  # the older one, and the newer
         recomputes = any(getattr(one, name, False) for one in given for name in names)

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from pipert.balance import balance_by_time, layer_times
+from pipert.balance.by_calls import choose_cuts
 from pipert.workers.worker import WorkerThread
 from tests import simulated_gpus
 from tests.settling import settle
@@ -100,7 +101,7 @@ def no_gc_in_module() -> Iterator[None]:
 @pytest.fixture
 def one_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes layers be measured once where no time is given, instead of for a second."""
-    for measures in (balance_by_time, layer_times):
+    for measures in (balance_by_time, choose_cuts, layer_times):
         assert measures.__kwdefaults__ is not None
         monkeypatch.setitem(measures.__kwdefaults__, "timeout", 0.0)
 

@@ -32,9 +32,10 @@ ROOMS = [
     {"engine"},
     {"balance"},
     {"timeline"},
-    {"planning"},
     {"pipes"},
-    {"pipe", "pipeline", "prometheus", "__init__"},
+    {"pipe", "pipeline", "prometheus"},
+    {"planning"},
+    {"__init__"},
     {"check", "transformers"},
     {"distributed"},  # which nothing below imports
     {"__main__"},

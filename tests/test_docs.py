@@ -176,7 +176,7 @@ def known(pipe: Pipe) -> dict[str, Any]:
     return names | {
         "a": a, "b": b, "c": c, "d": d, "body": nn.Identity(), "module": nn.Sequential(a, b, c, d),
         "x": torch.randn(8, 8), "target": torch.randn(8, 8), "mask": torch.ones(8, 1), "s": 2.0,
-        "sample": torch.randn(2, 8), "attention_bias": torch.zeros(8), "pipe": pipe,
+        "example": torch.randn(2, 8), "attention_bias": torch.zeros(8), "pipe": pipe,
         "loss_fn": nn.functional.mse_loss, "optimizer": torch.optim.SGD(a.parameters(), lr=0.1),
     }  # fmt: skip
 

@@ -28,7 +28,7 @@ def layers() -> nn.Sequential:
 
 
 def made(module: Any = ANY, balance: Any = (1, 3), **options: Any) -> Pipe:
-    options.setdefault("devices", ["cpu"] * 4)
+    options.setdefault("devices", ["cpu"] * 2)
     return Pipe(layers() if module is None else module, balance, **options)
 
 
@@ -71,7 +71,8 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
      "an nn.Sequential, got Linear; put.*use pipert.pipeline"),
     ({"module": Grows(nn.ReLU())}, TypeError,
      "Grows overrides forward.*make what it does a layer"),
-    ({"devices": ["cpu"]}, IndexError, "there are 2 partitions and 1 devices"),
+    ({"devices": ["cpu"]}, IndexError, r"devices \['cpu'\].*devices=\['cpu', 'cpu'\]"),
+    ({"devices": ["cpu", "cpu", "cpu:7"]}, ValueError, r"leave out \['cpu:7'\]"),
     ({"devices": "cpu"}, TypeError, r"got 'cpu'; write devices=\['cpu'\]"),
 ]  # fmt: skip
 
@@ -111,10 +112,10 @@ UNKNOWN, NOT_SEQUENTIAL = "sometimes", nn.ReLU()
     [
         ("balance is required", {"balance": None, "chunks": 0}),
         ("balance is required", {"balance": None, "checkpoint": UNKNOWN}),
-        ("balance is required", {"balance": None, "module": NOT_SEQUENTIAL}),
-        ("chunks must be", {"chunks": 0, "module": NOT_SEQUENTIAL}),
+        ("module must be", {"balance": None, "module": NOT_SEQUENTIAL}),
+        ("module must be", {"chunks": 0, "module": NOT_SEQUENTIAL}),
         ("chunks must be", {"chunks": 0, "balance": [9]}),
-        ("checkpoint must be", {"checkpoint": UNKNOWN, "module": NOT_SEQUENTIAL}),
+        ("module must be", {"checkpoint": UNKNOWN, "module": NOT_SEQUENTIAL}),
         ("checkpoint must be", {"checkpoint": UNKNOWN, "balance": [9]}),
         ("module must be", {"module": NOT_SEQUENTIAL, "balance": [9]}),
         ("module must be", {"module": NOT_SEQUENTIAL, "devices": []}),
@@ -463,7 +464,7 @@ def test_pitfall_28_wrapping_calls_no_layer_and_leaves_parameters_and_the_random
 
 def test_call_after_close_is_refused(pipe: Pipe) -> None:
     pipe.close()
-    with pytest.raises(PipeClosedError, match="make a new Pipe"):
+    with pytest.raises(PipeClosedError, match="make a new one"):
         pipe(torch.ones(4, 2))
 
 

@@ -184,7 +184,7 @@ def test_what_is_no_pipe_is_refused_and_not_shown(
     metrics: PipeMetrics, registry: CollectorRegistry
 ) -> None:
     model: Any = nn.Linear(2, 2)
-    with pytest.raises(AttributeError, match="'Linear' object has no attribute 'add_observer'"):
+    with pytest.raises(TypeError, match="pipe must be a pipe, got Linear"):
         metrics.add(model, "model")
     assert samples(registry) == {}
     with two() as pipe:

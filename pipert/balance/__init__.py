@@ -1,6 +1,6 @@
 """Computes balances: how many layers each partition takes (section 3 of the paper).
 
->>> balance = balance_by_time(4, module, sample)  # doctest: +SKIP
+>>> balance = balance_by_time(4, module, example)  # doctest: +SKIP
 
 :func:`balance_by_time` uses the measured times of the layers, :func:`balance_by_size` the memory
 they need, and :func:`balance_by_cost` any costs you have. All find the optimum. To derive costs of

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from operator import index
+from typing import Any
 
 from pipert.balance.blocks import minimise_longest_block
+from pipert.model.settings import whole
 
 __all__ = ["balance_by_cost"]
 
@@ -68,9 +69,9 @@ def balance_by_cost(
     return minimise_longest_block(layers, devices, cuts, [*cuts[1:], 0])
 
 
-def check_partitions(partitions: int, layers: int | None = None) -> int:
+def check_partitions(partitions: Any, layers: int | None = None) -> int:
     """Returns ``partitions``, which must be from 1 up to the number of layers, if that is known."""
-    n = index(partitions)
+    n = whole(partitions, "partitions")
     if n < 1:
         raise ValueError(f"partitions must be 1 or more, got {n}; give the number of devices")
     if layers is not None and n > layers:

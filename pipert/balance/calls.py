@@ -34,7 +34,7 @@ from pipert._typing import Device, Value
 from pipert.autograd.hooks import without_hooks
 from pipert.balance.cost import Cost, joined, total, without
 from pipert.balance.measure import Call, Storages, collecting_saved, now, weights_of
-from pipert.batch.microbatch import Arguments, scatter
+from pipert.batch.microbatch import Arguments, explain_keywords, scatter
 from pipert.batch.tensors import Carried, tensors_of
 from pipert.model.calls import (
     Gathering,
@@ -46,6 +46,7 @@ from pipert.model.calls import (
     unchanged,
 )
 from pipert.model.devices import default_devices, parse_devices, where_tensors_are
+from pipert.model.settings import check_chunks
 from pipert.model.split import check_module
 from pipert.skip.namespace import Key
 from pipert.skip.routes import PartitionSkips, routes
@@ -148,7 +149,11 @@ def measure_calls(
     ):
         args, kwargs = settled(example, device)
         calls.begin_own_code()
-        then(model(*args, **kwargs))
+        try:
+            then(model(*args, **kwargs))
+        except TypeError as error:
+            explain_keywords(error, kwargs)
+            raise
         calls.end_own_code(())
     return calls.costs()
 
@@ -280,9 +285,9 @@ def as_arguments(value: Value) -> Arguments:
     return value if isinstance(value, Arguments) else Arguments((value,))
 
 
-def micro_batches(sample: Value, chunks: int) -> list[Value]:
-    """Return the first layer's input for each micro-batch of ``sample``."""
-    return scatter(*as_arguments(sample), chunks)
+def micro_batches(example: Value, chunks: int) -> list[Value]:
+    """Return the first layer's input for each micro-batch of ``example``."""
+    return scatter(*as_arguments(example), check_chunks(chunks))
 
 
 def measuring_device(device: Device | None, module: nn.Module) -> torch.device:

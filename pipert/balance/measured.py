@@ -13,8 +13,8 @@ from pipert.balance.by_cost import balance_by_cost, check_partitions
 from pipert.balance.calls import measure_layers, micro_batches
 from pipert.balance.cost import Cost, total, without
 from pipert.balance.measure import Call, measure_sizes, repeated, time_warm
+from pipert.balance.progress import counting
 from pipert.batch.tensors import Carried, tensors_of
-from pipert.model.settings import check_chunks
 from pipert.model.split import check_module
 from pipert.skip.namespace import Key
 
@@ -31,8 +31,9 @@ __all__ = [
 def balance_by_time(
     partitions: int,
     module: nn.Sequential,
-    sample: Value,
+    example: Value,
     *,
+    chunks: int = 1,
     timeout: float = 1.0,
     device: Device | None = None,
 ) -> list[int]:
@@ -40,22 +41,29 @@ def balance_by_time(
 
     A pipeline runs at the pace of its slowest partition (section 3 of the paper).
 
-    >>> pipe = Pipe(module, balance_by_time(4, module, sample), chunks=8)  # doctest: +SKIP
+    >>> balance = balance_by_time(4, module, example, chunks=8)  # doctest: +SKIP
+    >>> pipe = Pipe(module, balance, chunks=8)  # doctest: +SKIP
 
     Args:
         partitions: the number of devices.
-        module, sample, timeout, device: see :func:`layer_times`.
+        module, example, chunks, timeout, device: see :func:`layer_times`.
 
     Raises:
         ValueError, TypeError: as for :func:`layer_times` and :func:`balance_by_cost`.
     """
     check_module(module)
     check_partitions(partitions, len(module))
-    return balance_by_cost(layer_times(module, sample, timeout=timeout, device=device), partitions)
+    times = layer_times(module, example, chunks=chunks, timeout=timeout, device=device)
+    return balance_by_cost(times, partitions)
 
 
 def layer_times(
-    module: nn.Sequential, sample: Value, *, timeout: float = 1.0, device: Device | None = None
+    module: nn.Sequential,
+    example: Value,
+    *,
+    chunks: int = 1,
+    timeout: float = 1.0,
+    device: Device | None = None,
 ) -> list[float]:
     """Measures how long each layer takes, forward and backward, in seconds.
 
@@ -68,8 +76,9 @@ def layer_times(
     Args:
         module: on any device, in the mode to measure. May have skips, layers that work in place and
             any pytree between layers.
-        sample: the first layer's input, on any device: any pytree, or :class:`Arguments` if it
-            takes several. To time one micro-batch, it must be as large as one.
+        example: a mini-batch, as large as those to train with: the first layer's input, on any
+            device: any pytree, or :class:`Arguments` if it takes several.
+        chunks: the number of micro-batches, as in :class:`pipert.Pipe`; the first is measured.
         timeout: seconds to spend. Each layer is measured once even if that takes longer.
         device: where to measure, one layer at a time. Default: the first CUDA device, or
             the CPU if there is none.
@@ -80,8 +89,9 @@ def layer_times(
             uninitialised lazy parameters.
         Exception: whatever a layer raises, with a note that names the layer.
     """
-    (value,) = micro_batches(sample, 1)
-    return repeated(lambda: measure_layers(module, value, device, time_warm), timeout)
+    value = micro_batches(example, chunks)[0]
+    with counting("measuring layers", time_warm) as measure:
+        return repeated(lambda: measure_layers(module, value, device, measure), timeout)
 
 
 class LayerSize(NamedTuple):
@@ -102,7 +112,7 @@ class LayerSize(NamedTuple):
 def balance_by_size(
     partitions: int,
     module: nn.Sequential,
-    sample: Value,
+    example: Value,
     *,
     chunks: int = 1,
     param_scale: float = 2.0,
@@ -117,7 +127,7 @@ def balance_by_size(
 
     Args:
         partitions: the number of devices.
-        module, sample, chunks, device: see :func:`layer_sizes`.
+        module, example, chunks, device: see :func:`layer_sizes`.
         param_scale: the memory of a parameter, its gradient and its optimizer state, relative to
             that of the parameter alone: 2 for SGD, 3 with momentum, 4 for Adam. Parameters that do
             not require grad, and buffers, count once.
@@ -133,8 +143,8 @@ def balance_by_size(
     n = check_partitions(partitions, len(module))
     if not 1 <= param_scale < math.inf:
         raise ValueError(f"param_scale must be 1 or more, and finite, got {param_scale!r}")
-    sizes = layer_sizes(module, sample, chunks=chunks, device=device)
-    m = len(micro_batches(sample, chunks))
+    sizes = layer_sizes(module, example, chunks=chunks, device=device)
+    m = len(micro_batches(example, chunks))
     costs = [
         size.parameters
         + (param_scale - 1) * size.trained
@@ -147,7 +157,7 @@ def balance_by_size(
 
 
 def layer_sizes(
-    module: nn.Sequential, sample: Value, *, chunks: int = 1, device: Device | None = None
+    module: nn.Sequential, example: Value, *, chunks: int = 1, device: Device | None = None
 ) -> list[LayerSize]:
     """Measures the memory that each layer needs, tensor by tensor.
 
@@ -155,16 +165,14 @@ def layer_sizes(
     tensors, such as masks. Copies of the layers run, as in :func:`layer_times`.
 
     Args:
-        module: see :func:`layer_times`.
-        sample: the first layer's mini-batch, see there.
-        chunks: the number of micro-batches. Activations are those of one.
+        module, example, chunks: see :func:`layer_times`.
         device: see there. On ``'meta'`` nothing is computed and no memory is needed.
 
     Raises:
         ValueError: ``chunks`` is below one.
         ValueError, TypeError, Exception: as for :func:`layer_times`.
     """
-    first = micro_batches(sample, check_chunks(chunks))[0]
+    first = micro_batches(example, chunks)[0]
     known, sizes = set[int](), []
     for cost, popped, *_ in measure_layers(module, first, device, _measure):
         own, trained = (total(without(each, known)) for each in (cost.parameters, cost.trained))
@@ -175,7 +183,7 @@ def layer_sizes(
 
 
 def crossing_sizes(
-    module: nn.Sequential, sample: Value, *, device: Device | None = None
+    module: nn.Sequential, example: Value, *, chunks: int = 1, device: Device | None = None
 ) -> list[int]:
     """Measures, for each layer, the bytes that cross to its partition if the cut is before it.
 
@@ -184,12 +192,13 @@ def crossing_sizes(
     skips go straight to the partition that pops them. The gradients of tensors that require grad
     take as many bytes again. Nothing crosses before the first layer.
 
-    >>> times = layer_times(module, sample)  # doctest: +SKIP
-    >>> crossing = [2 * b / 1e9 for b in crossing_sizes(module, sample)]  # doctest: +SKIP
+    >>> times = layer_times(module, example)  # doctest: +SKIP
+    >>> crossing = [2 * b / 1e9 for b in crossing_sizes(module, example)]  # doctest: +SKIP
     >>> balance = balance_by_cost(times, 2, crossing=crossing)  # doctest: +SKIP
 
     Args:
-        module, sample, device: see :func:`layer_times`, and on ``'meta'`` :func:`layer_sizes`.
+        module, example, chunks, device: see :func:`layer_times`; for ``'meta'``,
+            :func:`layer_sizes`.
 
     Returns:
         The bytes before each layer, for ``balance_by_cost(crossing=...)``.
@@ -197,7 +206,7 @@ def crossing_sizes(
     Raises:
         ValueError, TypeError, Exception: as for :func:`layer_times`.
     """
-    (value,) = micro_batches(sample, 1)
+    value = micro_batches(example, chunks)[0]
     layers = measure_layers(module, value, device, _measure)
     last_pop = {key: k for k, (*_, popped) in enumerate(layers) for key in popped}
     sizes = [0] * len(layers)

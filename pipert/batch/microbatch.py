@@ -15,7 +15,8 @@ chunk, and of micro-batches that are :func:`ready`, nothing is split, so rows do
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -43,7 +44,7 @@ TARGET = "target of forward_backward"
 class Arguments(NamedTuple):
     """The first layer's arguments, if they are not a single positional one.
 
-    >>> sample = Arguments((x, mask), {"scale": s})  # doctest: +SKIP
+    >>> example = Arguments((x, mask), {"scale": s})  # doctest: +SKIP
     """
 
     args: tuple[Any, ...]
@@ -103,6 +104,39 @@ def arguments_of(microbatch: Any) -> Arguments:
     if isinstance(microbatch, Mapping):
         return Arguments((), dict(microbatch))
     return Arguments(microbatch if isinstance(microbatch, tuple) else (microbatch,))
+
+
+def explained_values(
+    microbatches: Iterable[Any], outputs_of: Callable[[Iterator[Value]], Iterator[Value]]
+) -> Iterator[Value]:
+    """Yield the outputs of what micro-batches stand for; explain errors of keyword arguments."""
+    keys = set[str]()
+
+    def value_of(microbatch: Any) -> Value:
+        arguments = arguments_of(microbatch)
+        keys.update(arguments.kwargs)
+        return as_value(*arguments)
+
+    try:
+        yield from outputs_of(map(value_of, microbatches))
+    except TypeError as error:
+        explain_keywords(error, keys)
+        raise
+
+
+def keywords_of(inputs: Iterable[Value]) -> set[str]:
+    """Return the names of the keyword arguments in micro-batches."""
+    return {key for each in inputs if isinstance(each, Arguments) for key in each.kwargs}
+
+
+def explain_keywords(error: TypeError, keys: Container[str]) -> None:
+    """Add how a dict is the only argument, if one of its ``keys`` is an unexpected keyword."""
+    found = re.search(r"unexpected keyword argument '(.*?)'", str(error))
+    if found and found[1] in keys:
+        error.add_note(
+            "the entries of a dict are keyword arguments; if the model takes the dict itself, as "
+            "its one positional argument, give (batch,) in place of batch"
+        )
 
 
 def ready(microbatches: Iterable[Any], what: str = "microbatches") -> Iterator[Any]:

@@ -30,6 +30,8 @@ def never_recompute(layer: M) -> M:
     layers marks these. May be called before or after the pipe is made. Copies and pickles are
     marked, too; ``state_dict()`` and ``forward`` stay as they are.
     """
+    if not isinstance(layer, nn.Module):
+        raise TypeError(f"layer must be a module, such as model.get_submodule(name), got {layer!r}")
     for module in layer.modules():
         module.__dict__[_MARK] = True
     return layer

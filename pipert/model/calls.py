@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from pipert._torch import DispatchMode, dispatch_modes, is_lazy, pytree, schemas, storage_of
 from pipert._typing import Value
-from pipert.batch.microbatch import Arguments, arguments_of
+from pipert.batch.microbatch import Arguments, arguments_of, explain_keywords
 from pipert.batch.tensors import tensors_of
 from pipert.layers.intercepted import Interceptor, here, intercept, release
 from pipert.layers.modules import modules_of
@@ -58,7 +58,11 @@ def order_of_calls(
     gathering = Gathering(devices[0]) if len({*devices}) > 1 else contextlib.nullcontext()
     with intercepted(layers.values(), first_calls), unchanged(model), torch.no_grad():
         with keeping_parameters(model), gathering:
-            model(*args, **kwargs)
+            try:
+                model(*args, **kwargs)
+            except TypeError as error:
+                explain_keywords(error, kwargs)
+                raise
     return list(first_calls.found)
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from torch import nn
 
@@ -22,19 +23,26 @@ from pipert.layers.compiling import is_compiled_itself
 from pipert.layers.modules import modules_of
 
 
-def check_cuts(model: nn.Module, names: Iterable[str]) -> tuple[str, ...]:
+def check_cuts(model: nn.Module, names: Any) -> tuple[str, ...]:
     """Return the names of the modules at which a model is cut; partition 0 has none.
 
     Raises:
         TypeError: ``names`` are not names, as in ``model.named_modules()``.
         ValueError: a name belongs to no module or is given twice, or no partition can begin there.
     """
-    given = tuple(names)
-    if isinstance(names, str) or not all(isinstance(name, str) for name in given):
-        raise TypeError(
-            f"cuts must be a list of names, as in model.named_modules(), got {names!r}"
-        )
     known = dict(model.named_modules())
+    is_one = isinstance(names, str | nn.Module) or not isinstance(names, Iterable)
+    given: tuple[Any, ...] = (names,) if is_one else tuple(names)
+    if is_one or not all(isinstance(name, str) for name in given):
+        name_of = {module: name for name, module in known.items()}
+        got = [name_of.get(each, each) if isinstance(each, nn.Module) else each for each in given]
+        remedy = f"write cuts={got}"
+        if not all(isinstance(name, str) for name in got):
+            remedy = "for a number of partitions, write partitions=2 and example=batch"
+        what = "modules" if any(isinstance(each, nn.Module) for each in given) else repr(names)
+        raise TypeError(
+            f"cuts must be a list of names, as in model.named_modules(), got {what}; {remedy}"
+        )
     first = {module: name for name, module in known.items()}
     found = []
     for k, name in enumerate(given):

@@ -9,6 +9,7 @@ devices that may hold several partitions, as CUDA devices do.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,15 +20,22 @@ from pipert._typing import Device
 def devices_and_workers(
     devices: Iterable[Device] | None, n: int
 ) -> tuple[list[torch.device], list[int]]:
-    """Return the device and the worker of each of ``n`` partitions; refuse fewer devices.
+    """Return the device and the worker of each of ``n`` partitions; refuse fewer devices, or more.
 
     Without ``devices`` these are the CUDA devices in order, or logical CPU devices.
     """
     found = default_devices(n) if devices is None else parse_devices(devices)
+    names = [str(device) for device in found]
     if len(found) < n:
+        again = f" (one may appear twice: devices={(names * n)[:n]})" if found else ""
         raise IndexError(
-            f"each partition needs a device, but there are {n} partitions and {len(found)} devices;"
-            " make fewer partitions, or name devices (one may appear twice)"
+            f"each partition needs a device, but there are {n} partitions and the devices {names}; "
+            f"make fewer partitions, or name {n} devices{again}"
+        )
+    if devices is not None and len(found) > n > 0:
+        raise ValueError(
+            f"each device needs a partition, but there are {n} partitions and the devices {names}; "
+            f"make more partitions, or leave out {names[n:]}"
         )
     return where_tensors_are(found[:n]), assign_workers(found[:n])
 
@@ -39,15 +47,18 @@ def default_devices(partitions: int) -> list[torch.device]:
     return [torch.device("cpu")] * partitions
 
 
-def parse_devices(devices: Iterable[Device]) -> list[torch.device]:
+def parse_devices(devices: Any) -> list[torch.device]:
     """Normalise ``devices``, and refuse those that this process cannot use.
 
     Logical CPU devices stay distinct, for :func:`assign_workers`; see :func:`where_tensors_are`.
     """
-    if isinstance(devices, str | torch.device):
+    if isinstance(devices, str | torch.device) or not isinstance(devices, Iterable):
+        meant = f"[{str(devices)!r}]"
+        if not isinstance(devices, str | torch.device):
+            meant = "['cpu', 'cpu'], or range(2) for two GPUs"
         raise TypeError(
             f"devices must be a sequence with one device for each partition, got {devices!r}; "
-            f"write devices=[{str(devices)!r}]"
+            f"write devices={meant}"
         )
     return [_parse(device) for device in devices]
 

@@ -47,9 +47,9 @@ def check_module(module: Any) -> None:
         raise TypeError("module is a pipe already; make another one of the module it was made of")
     if not isinstance(module, nn.Sequential):
         raise TypeError(
-            f"module must be an nn.Sequential, got {type(module).__qualname__}; put the layers in "
-            "an nn.Sequential in the order in which they run, or use pipert.pipeline, which runs "
-            "any module through its own forward"
+            f"module must be an nn.Sequential, got {type(module).__qualname__}; use "
+            "pipert.pipeline(model, example=batch), which runs any module through its own forward, "
+            "or put the layers in an nn.Sequential in the order in which they run"
         )
     kind = type(module)
     for name, plain in (("forward", nn.Sequential.forward), ("__call__", nn.Sequential.__call__)):
@@ -111,7 +111,7 @@ def check_balance(module: nn.Sequential, balance: Sequence[int]) -> None:
         )
 
 
-_MEASURE = "pipert.balance.balance_by_time(partitions, module, sample) measures one"
+_MEASURE = "pipert.balance.balance_by_time(partitions, module, example) measures one"
 
 
 def split(module: nn.Sequential, balance: Sequence[int]) -> tuple[nn.Sequential, ...]:
@@ -149,6 +149,13 @@ def place(
     So does a shared buffer, if runs make ``copies_buffers``, as they do of parameters. State that
     several partitions cannot share is refused before anything moves.
     """
+    for partition in partitions:
+        for name, tensor in (*partition.named_parameters(), *partition.named_buffers()):
+            if tensor.is_meta:
+                raise ValueError(
+                    f"{name!r} is on 'meta', without values, so it cannot be moved to a device; "
+                    "give it memory with module.to_empty(device='cpu'), and load its values"
+                )
     buffers = _shared_buffers(partitions, devices, not copies_buffers)
     _check_shared_norms(partitions)
     weights = borrowed(partitions, devices)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import cache, partial
 from typing import Any, NoReturn, Self
@@ -13,12 +13,17 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import Tensor, nn
 
-from pipert._torch import refuse_unsupported
 from pipert._typing import Value
 from pipert.any_model.shared_state import SharedState
-from pipert.autograd.order import begin_numbers
 from pipert.batch.joining import JoinNumbers, gather
-from pipert.batch.microbatch import arguments_of, as_value, batch_of_step, ready, scatter_with_sizes
+from pipert.batch.microbatch import (
+    batch_of_step,
+    explain_keywords,
+    explained_values,
+    keywords_of,
+    ready,
+    scatter_with_sizes,
+)
 from pipert.engine.runtime import Function, Runtime
 from pipert.engine.waiting import still_busy
 from pipert.errors import PipelineTimeout
@@ -26,8 +31,9 @@ from pipert.layers.batchnorm import DeferredStats
 from pipert.layers.compiling import not_traced, refuse_compilation
 from pipert.layers.phase import is_recomputing
 from pipert.model.devices import refuse_other_devices
-from pipert.model.settings import check_checkpoints, check_chunks, check_timeout, refuse_keywords_of
+from pipert.model.settings import check_timeout, refuse_keywords_of
 from pipert.observe.observers import Observer
+from pipert.pipes.settings import Settings
 from pipert.schedules.plan import BOUNDED, Plan, Schedule, maker_of, plan, recomputed_in_each
 from pipert.stage.assembly import Model
 from pipert.stage.backward import weights_beside
@@ -50,29 +56,13 @@ when_made: list[Callable[[PipeBase], None]] = []
 """Functions to call with each new pipe; for programs that run others, such as ``traced_script``."""
 
 
-class PipeBase(nn.Module):
+class PipeBase(Settings):
     """A model on its devices, and the threads that run it; its arguments are ``Pipe``'s."""
 
     is_pipe = True  # tells an enclosing pipe that skips and statistics in here are not its own
 
     _devices: list[torch.device]
     _workers: list[int]
-    _partitions: tuple[nn.Sequential, ...]
-
-    def __init__(
-        self,
-        n: int,
-        chunks: int,
-        checkpoint: str | Sequence[str] | None,
-        deferred_batch_norm: bool | None,
-        timeout: float | None,
-    ) -> None:
-        super().__init__()
-        self.chunks = chunks
-        self._checkpoint = check_checkpoints(checkpoint, n)
-        self._deferred_batch_norm = bool(deferred_batch_norm)
-        self.timeout = timeout
-        refuse_unsupported()
 
     @abstractmethod
     def _model(self) -> Model:
@@ -96,42 +86,6 @@ class PipeBase(nn.Module):
     def partitions(self) -> tuple[nn.Sequential, ...]:
         """The partitions, each an ``nn.Sequential`` of the module's own layers."""
         return self._partitions
-
-    @property
-    def chunks(self) -> int:
-        """The number of micro-batches, at most. May be assigned between calls."""
-        return self._chunks
-
-    @chunks.setter
-    def chunks(self, chunks: int) -> None:
-        self._chunks = check_chunks(chunks)
-        begin_numbers(self._chunks)  # nodes made before the first call get numbers above all turns
-
-    @property
-    def checkpoint(self) -> str | tuple[str, ...]:
-        """Which micro-batches are recomputed: in all partitions, or in each one.
-
-        May be assigned between calls.
-        """
-        return self._checkpoint or "except_last"  # ``None`` if the user has not chosen
-
-    @checkpoint.setter
-    def checkpoint(self, checkpoint: str | Sequence[str] | None) -> None:
-        self._checkpoint = check_checkpoints(checkpoint, len(self._partitions))
-
-    @property
-    def timeout(self) -> float | None:
-        """Seconds that a call may take, or ``None``. May be assigned between calls."""
-        return self._timeout
-
-    @timeout.setter
-    def timeout(self, timeout: float | None) -> None:
-        self._timeout = check_timeout(timeout)
-
-    @property
-    def deferred_batch_norm(self) -> bool:
-        """Whether running statistics are updated once for each call."""
-        return self._deferred_batch_norm
 
     def _limit_of_call(self, timeout: float | None, is_step: bool = False) -> float | None:
         """Return the seconds that a call may take; refuse it where no pipe can run."""
@@ -211,11 +165,12 @@ class PipeBase(nn.Module):
             Exception: as :meth:`forward`.
         """
         seconds = self._limit_of_call(timeout)
-        values = (as_value(*arguments_of(each)) for each in ready(microbatches))
-        if not self._partitions:
-            return values
         checkpointed = recomputed_in_each(self.checkpoint, 1, len(self._partitions))
-        return self._runtime.map(values, checkpointed, seconds)
+
+        def outputs_of(values: Iterator[Value]) -> Iterator[Value]:
+            return self._runtime.map(values, checkpointed, seconds) if self._partitions else values
+
+        return explained_values(ready(microbatches), outputs_of)
 
     def forward_backward(
         self,
@@ -224,7 +179,7 @@ class PipeBase(nn.Module):
         target: Value = None,
         microbatches: Iterable[Any] | None = None,
         step: StepFunction | None = None,
-        schedule: str | Schedule = "1f1b",
+        schedule: str | Schedule | None = None,
         reduction: str = "mean",
         denominator: float | Tensor | None = None,
         loss_scale: float | Tensor | torch.amp.GradScaler | None = None,
@@ -235,8 +190,7 @@ class PipeBase(nn.Module):
         """Run a mini-batch forward and backward, and add the gradients of the loss to ``.grad``.
 
         The backward runs on the workers like the forward, so one micro-batch can go backward while
-        others still go forward. With ``'1f1b'`` partition *j* keeps the activations of at most
-        ``n - j`` micro-batches; on CPU, partitions go backward at the same time.
+        others still go forward; on CPU, partitions go backward at the same time.
 
         >>> loss = pipe.forward_backward(x, target=target, loss_fn=loss_fn)  # doctest: +SKIP
         >>> optimizer.step()  # doctest: +SKIP
@@ -260,11 +214,7 @@ class PipeBase(nn.Module):
                 Nothing is split, so each may have shapes of its own; the mean is over their losses.
             step: in place of ``loss_fn``, only for :func:`pipert.pipeline`: called with each
                 micro-batch, calls the model, and returns the loss, or a pair of it and an output.
-            schedule: ``'1f1b'`` (default); ``'eager-1f1b'``, which keeps the activations of
-                ``2 * (n - j) - 1`` micro-batches and waits for no copies; ``'interleaved'``, for
-                devices with several partitions; ``'zb'``, ``'zb-h1'``, ``'zb-h2'`` and ``'zb-v'``,
-                which fill the bubble with gradients of weights; ``'gpipe'``, which fills and
-                drains; or a function, see :func:`pipert.schedules.plan`.
+            schedule: as in :class:`Pipe`, for this step. Default: :attr:`schedule`.
             reduction: ``'mean'`` (default) if ``loss_fn`` takes the mean over the rows: then the
                 loss is that of the mini-batch, however it was split. ``'sum'`` adds the losses up.
             denominator: a number or a tensor of one element; then ``loss_fn`` returns sums, and the
@@ -276,7 +226,8 @@ class PipeBase(nn.Module):
             timeout: as in :meth:`forward`.
 
         Returns:
-            The loss of the mini-batch, unscaled and without a graph, on the last device; with
+            The loss of the mini-batch, unscaled, on the last device; it has no graph, since the
+            backward is done: call no ``backward()``. With
             ``return_outputs`` a pair of it and what :meth:`forward` would return, without a graph;
             of ``microbatches`` a list with the output of each.
 
@@ -302,12 +253,21 @@ class PipeBase(nn.Module):
         divided = denominator_of(denominator, last)
         loss = loss_of(function, targets, sizes, reduction, divided, scale_of(loss_scale, last))
         m, n = len(inputs), len(self._partitions)
+        if not self._has_stepped and microbatches is None:
+            self._advise(inputs)
+        schedule = self._schedule if schedule is None else schedule
         chosen = self._checkpoint or ("never" if maker_of(schedule) in BOUNDED else "except_last")
         checkpointed = recomputed_in_each(chosen, m, n)
         planned = plan(schedule, m, n, self._runtime.workers, checkpointed)
         beside = cache(partial(weights_beside, self._partitions, (entry, loss_fn)))
         run_step = Step(loss, return_outputs, beside)
-        total = self._step(inputs, planned, run_step, seconds, own)
+        try:
+            total = self._step(inputs, planned, run_step, seconds, own)
+        except TypeError as error:
+            explain_keywords(error, keywords_of(inputs))
+            if step is not None and microbatches is None and not (args or kwargs):
+                error.add_note("step got no micro-batch; give microbatches, or arguments to split")
+            raise
         return (total, run_step.output) if return_outputs else total
 
     def _step(

@@ -30,7 +30,7 @@ from pipert.model.split import (
     warn_if_not_batch_first,
 )
 from pipert.pipes.base import PipeBase
-from pipert.schedules.plan import recomputed_in_each
+from pipert.schedules.plan import Schedule, recomputed_in_each
 from pipert.skip.verify import declarations
 from pipert.workers.context import refuse_transforms
 
@@ -59,13 +59,14 @@ class ModulePipe(PipeBase):
         devices: Iterable[Device] | None = None,
         chunks: int = 1,
         checkpoint: str | Sequence[str] | None = None,
+        schedule: str | Schedule = "1f1b",
         deferred_batch_norm: bool | None = None,
         timeout: float | None = None,
     ) -> None:
         refuse_data_parallel(module)
         names = check_cuts(module, cuts)
         n = len(names) + 1
-        super().__init__(n, chunks, checkpoint, deferred_batch_norm, timeout)
+        super().__init__(n, chunks, checkpoint, schedule, deferred_batch_norm, timeout)
         self._cuts = names
         self._devices, self._workers = devices_and_workers(devices, n)
         check_batch_norm(module, deferred_batch_norm, stacklevel=4)  # behind pipeline()

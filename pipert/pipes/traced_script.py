@@ -80,7 +80,12 @@ def add_parser(tools: Any) -> None:
 
 
 def _check(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Refuse up front what cannot be written at the end."""
+    """Refuse up front a script that is not there, and what cannot be written at the end."""
+    script: str = arguments.script
+    if arguments.is_module and importlib.util.find_spec(script.partition(".")[0]) is None:
+        parser.error(f"there is no module {script}; for a file, leave out -m")
+    if not (arguments.is_module or Path(script).exists()):
+        parser.error(f"there is no file {script}; for a module, write -m {script}")
     if arguments.skip < 0 or arguments.calls < 1:
         parser.error("--skip must not be negative, and --calls must be positive")
     for option, path in (("--out", arguments.out), ("--plot", arguments.plot)):
@@ -109,11 +114,11 @@ def _recorded(traced: Sequence[_Traced]) -> list[Timeline]:
 def _finish(traced: Sequence[_Traced], arguments: argparse.Namespace) -> None:
     recorded = _recorded(traced)
     if not recorded:
-        print(
-            f"pipert: no call was recorded. Pipes made: {len(traced)}; the first {arguments.skip} "
-            "calls of each are not recorded: give a smaller --skip, or let the script make more",
-            file=sys.stderr,
+        why = "the script made no Pipe and no pipert.pipeline" if not traced else (
+            f"pipes made: {len(traced)}; the first {arguments.skip} calls of each are not recorded:"
+            " give a smaller --skip, or let the script make more"
         )
+        print(f"pipert: no call was recorded; {why}", file=sys.stderr)
     for number, timeline in enumerate(recorded):
         path = _numbered(arguments.out, number)
         timeline.save(path)

@@ -5,6 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from pipert.pipe import Pipe
+from pipert.pipeline import pipeline
+from pipert.pipes.module_pipe import ModulePipe
 
 __all__ = ["Candidate", "Candidates"]
 
@@ -26,22 +33,36 @@ class Candidate:
     peaks: tuple[int, ...]
     """The most bytes on each device, in the order of the devices."""
 
+    def make(self, model: nn.Module, **settings: Any) -> Pipe | ModulePipe:
+        """Make the pipe of the model, whose steps have the schedule.
+
+        Args:
+            model: the one that was planned for, or an equal one.
+            **settings: more arguments of :class:`Pipe` or :func:`pipeline`, or others in place of
+                the planned ones.
+        """
+        names = "devices", "chunks", "checkpoint", "schedule"
+        settings = {**{name: getattr(self, name) for name in names}, **settings}
+        if self.cuts is not None:
+            return pipeline(model, self.cuts, **settings)
+        assert isinstance(model, nn.Sequential)
+        return Pipe(model, self.balance, **settings)
+
     @property
     def line(self) -> str:
-        """The lines to paste."""
+        """The line to paste, which does what :meth:`make` does."""
         checkpoint = self.checkpoint if isinstance(self.checkpoint, str) else [*self.checkpoint]
         how = f"Pipe(module, {[*self.balance]}"
         if self.cuts is not None:
             how = f"pipeline(model, {[*self.cuts]}"
         return (
             f"pipe = {how}, devices={[*self.devices]}, chunks={self.chunks}, "
-            f"checkpoint={checkpoint!r})\n"
-            f"pipe.forward_backward(..., schedule={self.schedule!r})"
+            f"checkpoint={checkpoint!r}, schedule={self.schedule!r})"
         )
 
 
 class Candidates(tuple[Candidate, ...]):
-    """Ways that fit, the fastest first. ``print`` shows a table, and the lines to paste."""
+    """Ways that fit, the fastest first. ``print`` shows a table, and the line to paste."""
 
     __slots__ = ()
 

@@ -21,14 +21,15 @@ from pipert.balance.calls import (
 )
 from pipert.balance.cost import Cost, joined, medians
 from pipert.balance.measure import measure_all
+from pipert.balance.progress import counting
 from pipert.batch.microbatch import Arguments
 from pipert.model.split import check_module
 
 LossFn = Callable[..., Tensor] | None
 Blocks = dict[str, Cost]
 """The costs of blocks, by the name of the layer or module with which each begins."""
-CostsFor = Callable[[Value, Value], Blocks]
-"""Returns the costs of blocks for a micro-batch and its target."""
+CostsFor = Callable[[Value, Value, str], Blocks]
+"""Returns the costs of blocks for a micro-batch and its target; the text says what goes on."""
 
 
 def costs_of_layers(model: Any, loss_fn: LossFn, d: int, where: torch.device) -> CostsFor:
@@ -36,17 +37,18 @@ def costs_of_layers(model: Any, loss_fn: LossFn, d: int, where: torch.device) ->
     check_module(model)
     check_partitions(d, len(model))
 
-    def costs_for(value: Value, target: Value) -> Blocks:
+    def costs_for(value: Value, target: Value, what: str) -> Blocks:
         named, last = [*model._modules.items()], len(model) - 1
         if loss_fn is not None:  # as a layer, which stays with the last one
             named.append(("loss_fn", _Loss(loss_fn, target)))
         layers = nn.Sequential(OrderedDict(named))
 
         def measure(_: bool) -> Blocks:
-            costs = measure_layers(layers, value, where, measure_all)
+            costs = measure_layers(layers, value, where, measured)
             return dict(zip(model._modules, [*costs[:last], joined(costs[last:])], strict=True))
 
-        return _median(measure)
+        with counting(what, measure_all) as measured:
+            return _median(measure)
 
     return costs_for
 
@@ -60,17 +62,17 @@ def costs_of_model(
     if d > 1:
         layers, begins = find_blocks(model, d, first, where, 2)
 
-    def costs_for(value: Value, target: Value) -> Blocks:
+    def costs_for(value: Value, target: Value, what: str) -> Blocks:
         def loss(output: Value) -> Value:
             return output if loss_fn is None else loss_fn(output, target)
 
         def measure(follows_values: bool) -> Blocks:
             return measure_calls(
-                model, layers, begins, as_arguments(value), where, measure_all,
+                model, layers, begins, as_arguments(value), where, measured,
                 then=loss, follows_values=follows_values,
             )  # fmt: skip
 
-        with _without_caches(model):
+        with _without_caches(model), counting(what, measure_all) as measured:
             return _median(measure)
 
     return costs_for

@@ -24,8 +24,7 @@ from pipert.balance.measure import Storages, now
 from pipert.batch.microbatch import arguments_of
 from pipert.batch.tensors import tensors_of
 from pipert.model.calls import settled
-from pipert.model.devices import parse_devices, where_tensors_are
-from pipert.model.settings import check_chunks
+from pipert.model.devices import default_devices, parse_devices, where_tensors_are
 from pipert.model.split import is_sequential
 from pipert.planning.candidate import Candidate, Candidates, Memory, limits_of, text_of
 from pipert.planning.costs import costs_of_layers, costs_of_model
@@ -45,7 +44,7 @@ def plan_for(
     loss_fn: Callable[..., Tensor] | None = None,
     target: Value = None,
     devices: Iterable[Device] | None = None,
-    chunks: Sequence[int] | None = None,
+    chunks: int | Sequence[int] | None = None,
     optimizer: Optimizer | Callable[..., Optimizer] | None = None,
     param_scale: float | None = None,
     best: int = 5,
@@ -54,7 +53,9 @@ def plan_for(
 
     ::
 
-        print(pipert.plan_for(module, x, target=y, loss_fn=loss_fn, memory="20GiB"))
+        found = pipert.plan_for(module, x, target=y, loss_fn=loss_fn, memory="20GiB")
+        print(found)
+        pipe = found[0].make(module)
 
     Each layer is measured for each number of chunks, on a copy, so the model need not fit on one
     device. Then balances, schedules and the checkpoint of each partition are tried in a simulation,
@@ -70,9 +71,10 @@ def plan_for(
         loss_fn, target: as in :meth:`Pipe.forward_backward`; the loss is measured as a part of the
             last partition. Default: it costs nothing, unless the model computes it.
         devices: the devices to use, each once, or ``'cpu'`` for each logical CPU device; layers are
-            measured on the first. Default: the CUDA devices in order, or one CPU.
-        chunks: the numbers of micro-batches to try. Default: one, two, four and eight times the
-            number of devices, as far as there are rows, two of each if there are statistics.
+            measured on the first. Default: the CUDA devices in order, or two logical CPU devices.
+        chunks: the number of micro-batches, or several to try. Default: one, two, four and eight
+            times the number of devices, as far as there are rows, two of each if there are
+            statistics.
         optimizer: the one to train with, or its class, such as ``torch.optim.AdamW``: a step of it
             with a small parameter tells the memory of its state. Default: none, as plain SGD has.
         param_scale: instead of it, the memory of a trained parameter with its gradient and the
@@ -112,15 +114,17 @@ def plan_for(
     rows = min([len(tensor) for tensor in tensors_of(example)[0] if tensor.dim()], default=1)
     if any(isinstance(module, NormBase) and module.training for module in model.modules()):
         rows //= 2  # statistics need two
-    tried = chunks or [k * d for k in (1, 2, 4, 8) if k * d <= rows] or [1]
+    tried = [chunks] if isinstance(chunks, int) else chunks
+    tried = tried or [k * d for k in (1, 2, 4, 8) if k * d <= rows] or [1]
     # Several numbers of chunks may make the same micro-batches.
-    split = [micro_batches(example, m) for m in map(check_chunks, tried)]
+    split = [micro_batches(example, m) for m in tried]
     sizes = [sum(tensor.nbytes for tensor in tensors_of(x)[0]) for x in (example, target)]
     search = partial(_Search, names, limits, param_scale, sizes, is_cut)
     found = list[Candidate]()
-    for m, value in {len(batches): batches[0] for batches in split}.items():
+    firsts = {len(batches): batches[0] for batches in split}
+    for m, value in firsts.items():
         aim = None if target is None else settled(micro_batches(target, m)[0], where[0])
-        found += search(m, costs_for(value, aim)).candidates()
+        found += search(m, costs_for(value, aim, f"chunks={m} of {[*firsts]}")).candidates()
     fit = [each for each in found if not _excess(each, limits)]
     if not fit:
         least = min(found, key=lambda each: _excess(each, limits))
@@ -131,9 +135,7 @@ def plan_for(
 
 def _names(devices: Iterable[Device] | None) -> list[str]:
     """Return each device's name; logical CPU devices get a number, as they may be named twice."""
-    if devices is None:
-        return [f"cuda:{k}" for k in range(torch.cuda.device_count())] or ["cpu:0"]
-    parsed = map(str, parse_devices(devices))
+    parsed = map(str, default_devices(2) if devices is None else parse_devices(devices))
     names = [f"cpu:{k}" if name == "cpu" else name for k, name in enumerate(parsed)]
     if not names:
         raise ValueError("devices must name one device or more, got none")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -35,6 +36,10 @@ class Drawable(Protocol):
 
 def save_picture(timelines: Mapping[str, Drawable], path: str | Path) -> None:
     """Draw each timeline under its title, all to the same scale."""
+    if find_spec("matplotlib") is None:
+        raise ImportError(
+            "a picture needs matplotlib: pip install matplotlib; save() writes a trace without it"
+        )
     # Fixed salt, no dates: equal timelines give equal files. The text of an SVG stays text.
     with import_module("matplotlib").rc_context({"svg.hashsalt": "pipert", "svg.fonttype": "none"}):
         metadata = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}

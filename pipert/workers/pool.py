@@ -106,7 +106,10 @@ class Pool:
             return list(self._threads)
         with self._lock:
             if self._closed:
-                raise PipeClosedError("the pipe was closed; make a new Pipe of the same module")
+                raise PipeClosedError(
+                    "the pipe was closed; make a new one of the same module, with Pipe(module, ...)"
+                    " or pipert.pipeline(module, ...)"
+                )
             for k in range(len(self._names)):
                 if k < len(self._threads) and self._threads[k].serves():
                     continue

@@ -284,7 +284,7 @@ def test_more_partitions_than_candidates_are_refused_with_their_number() -> None
     ("options", "kind", "told"),
     [
         ({"partitions": 0}, ValueError, "partitions must be 1 or more, got 0"),
-        ({"partitions": 1.5}, TypeError, "integer"),
+        ({"partitions": 1.5}, TypeError, "partitions must be an int, got 1.5"),
         ({"timeout": -1}, ValueError, "timeout must be a number of seconds, 0 or more, got -1"),
         ({"device": "cuda:99"}, ValueError, "cuda:99"),
     ],

@@ -193,7 +193,7 @@ def test_integers_beyond_the_floats_are_taken() -> None:
 
 @pytest.mark.parametrize("partitions", [2.0, "2", None, [2]], ids=repr)
 def test_partitions_must_be_a_whole_number(partitions: Any) -> None:
-    with pytest.raises(TypeError, match="integer"):
+    with pytest.raises(TypeError, match="partitions must be an int"):
         balance_by_cost([1, 2, 3], partitions)
 
 

@@ -14,8 +14,8 @@ from tests.skips import popping, stashing
 FLOAT = 4  # bytes
 
 
-def sizes(*layers: nn.Module, sample: Any = None, **options: Any) -> list[LayerSize]:
-    x = torch.ones(10, 3) if sample is None else sample
+def sizes(*layers: nn.Module, example: Any = None, **options: Any) -> list[LayerSize]:
+    x = torch.ones(10, 3) if example is None else example
     return layer_sizes(nn.Sequential(*layers), x, **options)
 
 
@@ -77,8 +77,8 @@ def test_a_stash_counts_where_it_is_stashed_and_popped() -> None:
 def test_a_module_on_meta_is_counted_without_memory() -> None:
     with torch.device("meta"):
         module = nn.Sequential(nn.Linear(1 << 20, 1 << 20), nn.ReLU())
-        sample = torch.empty(8, 1 << 20)
-    (first, second) = layer_sizes(module, sample, device="meta")
+        example = torch.empty(8, 1 << 20)
+    (first, second) = layer_sizes(module, example, device="meta")
     assert (first.parameters, second.activations) == (FLOAT * ((1 << 40) + (1 << 20)), FLOAT << 23)
 
 
@@ -97,22 +97,22 @@ def test_counting_twice_gives_the_same() -> None:
 # The balance --------------------------------------------------------------------------------------
 
 
-def balance(partitions: int, *layers: nn.Module, sample: Any = None, **options: Any) -> list[int]:
-    x = torch.ones(10, 3) if sample is None else sample
+def balance(partitions: int, *layers: nn.Module, example: Any = None, **options: Any) -> list[int]:
+    x = torch.ones(10, 3) if example is None else example
     return balance_by_size(partitions, nn.Sequential(*layers), x, **options)
 
 
 def test_large_parameters_are_spread() -> None:
     layers = [nn.Linear(3, 300), nn.Linear(300, 300), nn.Linear(300, 300), nn.Linear(300, 3)]
-    assert balance(2, *layers, sample=torch.ones(1, 3)) == [2, 2]
+    assert balance(2, *layers, example=torch.ones(1, 3)) == [2, 2]
 
 
 def test_a_larger_optimizer_state_gives_parameters_more_weight() -> None:
     # The last layer has parameters, the first ones activations.
     layers = [*[nn.Tanh() for _ in range(6)], nn.Linear(100, 100)]
     x = torch.ones(100, 100, requires_grad=True)
-    assert balance(2, *layers, sample=x, param_scale=1) == [4, 3]
-    assert balance(2, *layers, sample=x, param_scale=4) == [6, 1]
+    assert balance(2, *layers, example=x, param_scale=1) == [4, 3]
+    assert balance(2, *layers, example=x, param_scale=4) == [6, 1]
 
 
 def test_with_many_micro_batches_a_partition_begins_where_little_goes_in() -> None:
@@ -120,13 +120,13 @@ def test_with_many_micro_batches_a_partition_begins_where_little_goes_in() -> No
     layers = [nn.Linear(64, 64), nn.Linear(64, 2), nn.Linear(2, 64), nn.Linear(64, 64)]
     layers = [*layers, nn.Linear(64, 64)]
     x = torch.ones(256, 64)
-    assert balance(2, *layers, sample=x, chunks=64) == [2, 3]
+    assert balance(2, *layers, example=x, chunks=64) == [2, 3]
 
 
 def test_with_many_micro_batches_what_is_popped_counts_for_each_and_no_entry_twice() -> None:
     stash, pop = with_skip()
     layers = [stash, nn.Tanh(), nn.Tanh(), nn.Tanh(), pop]
-    assert balance(2, *layers, sample=torch.ones(8, 4), chunks=8) == [4, 1]
+    assert balance(2, *layers, example=torch.ones(8, 4), chunks=8) == [4, 1]
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,9 @@ from tests.skips import identity, popping, stashing
 FLOAT = 4  # bytes
 
 
-def floats(*layers: nn.Module, sample: Any = None, **options: Any) -> list[float]:
+def floats(*layers: nn.Module, example: Any = None, **options: Any) -> list[float]:
     """Returns the sizes in floats."""
-    x = torch.ones(10, 3) if sample is None else sample
+    x = torch.ones(10, 3) if example is None else example
     return [size / FLOAT for size in crossing_sizes(nn.Sequential(*layers), x, **options)]
 
 
@@ -68,14 +68,14 @@ def test_a_layer_may_take_several_arguments() -> None:
             return x + y
 
     x = torch.ones(10, 3)
-    assert floats(Add(), nn.Identity(), sample=Arguments((x,), {"y": x})) == [0, 30]
+    assert floats(Add(), nn.Identity(), example=Arguments((x,), {"y": x})) == [0, 30]
 
 
 def test_a_module_on_meta_is_counted_without_memory() -> None:
     with torch.device("meta"):
         layers = nn.Linear(1 << 20, 1 << 20), nn.ReLU()
-        sample = torch.empty(8, 1 << 20)
-    assert floats(*layers, sample=sample, device="meta") == [0, 1 << 23]
+        example = torch.empty(8, 1 << 20)
+    assert floats(*layers, example=example, device="meta") == [0, 1 << 23]
 
 
 def test_the_balance_cuts_where_no_long_skip_crosses() -> None:

@@ -60,9 +60,9 @@ def test_measuring_leaves_attributes_of_layers_unchanged(measure: Any) -> None:
 
 @measured
 def test_measuring_leaves_the_sample_unchanged(measure: Any) -> None:
-    sample = torch.ones(2, requires_grad=True)
-    measure(nn.Sequential(Apply(lambda x: x.mul_(2)), Apply(lambda x: x.add_(1))), sample)
-    assert sample.tolist() == [1, 1] and sample.grad is None and sample.requires_grad
+    example = torch.ones(2, requires_grad=True)
+    measure(nn.Sequential(Apply(lambda x: x.mul_(2)), Apply(lambda x: x.add_(1))), example)
+    assert example.tolist() == [1, 1] and example.grad is None and example.requires_grad
 
 
 @measured
@@ -161,10 +161,10 @@ LAYERS: dict[str, Callable[[], Layers]] = {
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm`:FutureWarning")
 @pytest.mark.parametrize("case", LAYERS)
 def test_each_layer_has_one_measure(measure: Any, case: str) -> None:
-    layers, sample = LAYERS[case]()
+    layers, example = LAYERS[case]()
     if case == "pytrees":
         layers = [Apply(lambda v: v[0]), *layers]
-    assert len(measure(nn.Sequential(*layers), sample)) == len(layers)
+    assert len(measure(nn.Sequential(*layers), example)) == len(layers)
 
 
 @measured
@@ -172,8 +172,8 @@ def test_several_arguments_are_wrapped_up(measure: Any) -> None:
     def first(x: Tensor, *, scale: Tensor) -> Tensor:
         return x * scale
 
-    sample = Arguments((torch.ones(4, 2),), {"scale": torch.ones(4, 1)})
-    assert len(measure(nn.Sequential(Apply(first), nn.Linear(2, 2)), sample)) == 2
+    example = Arguments((torch.ones(4, 2),), {"scale": torch.ones(4, 1)})
+    assert len(measure(nn.Sequential(Apply(first), nn.Linear(2, 2)), example)) == 2
 
 
 @measured

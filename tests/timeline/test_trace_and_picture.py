@@ -220,8 +220,23 @@ def test_each_pipe_has_a_trace_of_its_own(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_script_that_calls_too_little_is_told_so(tmp_path: Path) -> None:
     ended = run_traced(tmp_path, "--skip", "5")
-    assert "no call was recorded. Pipes made: 1" in ended.stderr
+    assert "no call was recorded; pipes made: 1" in ended.stderr
     assert not (tmp_path / "trace.json").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("what", "status", "told"), [
+    (["train.py"], 2, "there is no file train.py; for a module, write -m train.py"),
+    (["-m", "train"], 2, "there is no module train; for a file, leave out -m"),
+    (["empty.py"], 1, "no call was recorded; the script made no Pipe and no pipert.pipeline"),
+])  # fmt: skip
+def test_a_script_that_is_not_there_or_has_no_pipe_is_told_so(
+    tmp_path: Path, what: list[str], status: int, told: str
+) -> None:
+    (tmp_path / "empty.py").write_text("")
+    ended = run_traced(tmp_path, what=what)
+    assert ended.returncode == status and told in ended.stderr
+    assert "Traceback" not in ended.stderr
 
 
 @pytest.mark.slow

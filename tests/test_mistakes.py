@@ -1,0 +1,156 @@
+"""Tests what one gets who makes a mistake: what must hold, what was given, and what to change."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipert import Pipe, PipeClosedError, never_recompute, pipeline, plan_for
+
+CPUS = ["cpu", "cpu"]
+X = torch.ones(8, 4)
+
+
+def wrong(value: Any) -> Any:
+    """Hides the type of ``value``, as from a caller without a type checker."""
+    return value
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def layers() -> nn.Sequential:
+    return nn.Sequential(*Chain().layers)
+
+
+def cut_at(cuts: Callable[[nn.ModuleList], Any]) -> None:
+    model = Chain()
+    pipeline(model, cuts(model.layers), devices=CPUS)
+
+
+def closed() -> None:
+    pipe = pipeline(Chain(), ["layers.2"], devices=CPUS)
+    pipe.close()
+    pipe(X)
+
+
+def backward_again() -> None:
+    with Pipe(layers(), [2, 2], devices=CPUS, chunks=2) as pipe:
+        pipe.forward_backward(X, loss_fn=lambda y, _: y.sum()).backward()
+
+
+PLAN: dict[str, Any] = {"memory": "1GiB"}
+
+MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "a number for cuts": (
+        lambda: pipeline(Chain(), wrong(2)), TypeError,
+        r"cuts must be a list of names.*got 2; .* write partitions=2 and example=batch",
+    ),
+    "modules for cuts": (
+        lambda: cut_at(lambda layers: [layers[1], layers[2]]), TypeError,
+        r"got modules; write cuts=\['layers.1', 'layers.2'\]$",
+    ),
+    "a module for cuts": (
+        lambda: cut_at(lambda layers: layers[2]), TypeError,
+        r"got modules; write cuts=\['layers.2'\]$",
+    ),
+    "a name for cuts": (
+        lambda: cut_at(lambda layers: "layers.2"), TypeError,
+        r"got 'layers.2'; write cuts=\['layers.2'\]",
+    ),
+    "a number of devices": (
+        lambda: Pipe(layers(), [2, 2], devices=wrong(2)), TypeError,
+        r"devices must be a sequence .* got 2; write devices=\['cpu', 'cpu'\], or range\(2\)",
+    ),
+    "a number of devices to plan for": (
+        lambda: plan_for(layers(), X, devices=wrong(2), **PLAN), TypeError,
+        r"devices must be a sequence .* got 2; write devices=\['cpu', 'cpu'\]",
+    ),
+    "one device for two partitions": (
+        lambda: pipeline(Chain(), ["layers.2"], devices=["cpu"]), IndexError,
+        r"2 partitions and the devices \['cpu'\]; .* devices=\['cpu', 'cpu'\]",
+    ),
+    "more devices than partitions": (
+        lambda: pipeline(Chain(), ["layers.2"], devices=["cpu"] * 3), ValueError,
+        r"make more partitions, or leave out \['cpu'\]",
+    ),
+    "a text for chunks": (
+        lambda: Pipe(layers(), [2, 2], devices=CPUS, chunks=wrong("2")), TypeError,
+        "chunks must be an int, got '2'",
+    ),
+    "a text for partitions": (
+        lambda: pipeline(Chain(), partitions=wrong("2"), example=X), TypeError,
+        "partitions must be an int, got '2'",
+    ),
+    "a name for a layer": (
+        lambda: never_recompute(wrong("layers.2")), TypeError,
+        r"layer must be a module, such as model.get_submodule\(name\), got 'layers.2'",
+    ),
+    "a Pipe of any module": (
+        lambda: Pipe(wrong(Chain())), TypeError,
+        r"must be an nn.Sequential, got Chain; use pipert.pipeline\(model, example=batch\)",
+    ),
+    "a backward after a step": (
+        backward_again, RuntimeError, "does not require grad and does not have a grad_fn",
+    ),
+    "a closed pipe": (
+        closed, PipeClosedError, r"was closed; make a new one .* pipert.pipeline\(module, ...\)",
+    ),
+    "a model on meta": (
+        lambda: pipeline(Chain().to("meta"), ["layers.2"], devices=CPUS), ValueError,
+        r"'layers.0.weight' is on 'meta', .*to_empty\(device='cpu'\)",
+    ),
+    "layers on meta": (
+        lambda: Pipe(layers().to("meta"), [2, 2], devices=CPUS), ValueError,
+        "'0.weight' is on 'meta'",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_explained(mistake: str) -> None:
+    make, kind, told = MISTAKES[mistake]
+    with pytest.raises(kind, match=told):
+        make()
+
+
+def test_a_step_without_a_micro_batch_is_explained() -> None:
+    with pipeline(Chain(), ["layers.2"], devices=CPUS) as pipe:
+        with pytest.raises(TypeError, match="required positional argument") as caught:
+            pipe.forward_backward(step=lambda x: pipe.module(x).sum())
+        assert "give microbatches" in caught.value.__notes__[-1]
+        pipe.forward_backward(step=lambda: pipe.module(X).sum())  # which is right
+
+
+def test_a_picture_without_matplotlib_is_explained(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with Pipe(layers(), [2, 2], devices=CPUS, chunks=2) as pipe, pipe.record() as timeline:
+        pipe(X)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ImportError, match="a picture needs matplotlib: pip install matplotlib"):
+        timeline.plot(tmp_path / "picture.png")
+
+
+def test_metrics_with_swapped_arguments_are_explained() -> None:
+    prometheus = pytest.importorskip("prometheus_client")
+    from pipert.prometheus import PipeMetrics
+
+    with Pipe(layers(), [2, 2], devices=CPUS) as pipe:
+        metrics = PipeMetrics(registry=prometheus.CollectorRegistry())
+        with pytest.raises(TypeError, match=r"got 'generator'; write metrics.add\(pipe, name\)"):
+            metrics.add(wrong("generator"), wrong(pipe))
