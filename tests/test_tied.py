@@ -95,7 +95,7 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> Copies:
 
     def copy_weights(of_stage: StageCopies, i: int, x: Any, origin: int | None) -> Any:
         if type(x) is tuple and x and isinstance(x[0], nn.Parameter):
-            return tuple(counting(weight) for weight in x), None
+            return tuple(counting(weight) for weight in x)
         return bring(of_stage, i, x, origin)
 
     monkeypatch.setattr(assembly, "borrowed", apart)

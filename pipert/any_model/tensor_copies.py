@@ -17,7 +17,6 @@ device of the pipe, such as lengths on the CPU, stays there.
 from __future__ import annotations
 
 import weakref
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,7 +65,7 @@ class TensorCopies:
     def enter_inputs(self, x: Value) -> Value:
         """Bring the inputs of the model to its first device."""
         with torch.enable_grad():
-            return self._wait_for(*self._stage.ends.copies.bring(self._i, x, None))
+            return self._stage.ends.copies.bring(self._i, x, None)
 
     def copy(self, tensor: Tensor, is_cut: bool) -> Tensor:
         """Return a copy of ``tensor``, without a graph if the graph ``is_cut`` there."""
@@ -77,7 +76,7 @@ class TensorCopies:
         elif tensor.requires_grad:
             tensor = self._order_backward(tensor)
         origin = self._run.devices.index(tensor.device)
-        (moved,) = self._wait_for(*self._stage.ends.copies.bring(self._i, (tensor,), origin))
+        (moved,) = self._stage.ends.copies.bring(self._i, (tensor,), origin)
         found: Tensor = moved
         return found
 
@@ -101,9 +100,3 @@ class TensorCopies:
         # In the backward the fork comes first, so nothing waits for a gradient before its turn.
         _, tensor = order.fork(self._i, None, tensor)
         return tensor
-
-    def _wait_for(self, value: Value, copied: Any) -> Value:
-        if copied is None:
-            return value
-        compute = streams.compute_stream(self._stage.place.device)
-        return self._stage.ends.copies.transport.wait(self._i, value, compute, copied)

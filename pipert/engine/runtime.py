@@ -41,7 +41,6 @@ from pipert.skip import store
 from pipert.stage.assembly import Model
 from pipert.stage.run import Run
 from pipert.stage.step import Step
-from pipert.stage.step_boundary import leaf_inputs
 from pipert.status import Statistics
 from pipert.workers.context import CallerContext
 from pipert.workers.pool import Pool
@@ -179,11 +178,9 @@ class Runtime:
         with self.counters.open(plan) as notifier:
             compute_cached(self.model.partitions)
             step.inputs = [differentiable(x)[0] for x in inputs]
-            pairs = zip(inputs, step.inputs, strict=True)
-            leaves = [leaf_inputs(x) if xs else x for x, xs in pairs]
             run = self._new_run(plan, notifier, function)
             run.effects = Effects(at_end=True, streams=self._streams)
-            stages = self.model.assemble(run, leaves, step, stats)
+            stages = self.model.assemble(run, inputs, step, stats)
             self._execute(run, Posting(stages, self.pool.put), threads, timeout)
             try:
                 run.effects.check()

@@ -48,7 +48,7 @@ from pipert.layers.nested_checkpoint import refuse_nested_checkpoint
 from pipert.workers.context import is_transformed
 
 Weights = tuple[nn.Parameter, ...]
-Borrow = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+Borrow = Callable[[Tensor], Tensor]
 
 
 def borrowed(
@@ -145,7 +145,7 @@ class ParameterCopies:
         if key not in self._copies:
             if is_transformed():
                 raise RuntimeError(_TRANSFORMED)
-            (copy,) = borrow((tensor,))
+            copy = borrow(tensor)
             self._copies[key] = tensor, copy, version(copy)
         return self._copies[key][1]
 

@@ -21,7 +21,7 @@ from pipert.layers.place import Place, last_layer
 from pipert.skip.routes import PartitionSkips
 from pipert.stage.actions import ACTIONS, Actions
 from pipert.stage.call_boundary import CallBoundary
-from pipert.stage.copies import CallTransport, Copies, StepTransport, Transport
+from pipert.stage.copies import Copies, PlainTransport, Transport
 from pipert.stage.links import NOWHERE, Link, between, from_caller, to_caller
 from pipert.stage.loss import StepFunction
 from pipert.stage.recorded import RecordedTransport, recorded_link
@@ -144,10 +144,7 @@ def _between(run: Run, receiver: Place) -> Link:
 
 
 def _transport(run: Run, place: Place, step: Step | None) -> Transport:
-    transport: Transport = StepTransport(place.device)
-    if step is None:
-        transport = CallTransport(place.device)
-    recorder = run.notifier.recorder
+    transport, recorder = PlainTransport(place.device, step is not None), run.notifier.recorder
     return transport if recorder is None else RecordedTransport(transport, recorder, place)
 
 

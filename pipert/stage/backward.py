@@ -45,7 +45,7 @@ def begin(cut: StepBoundary, i: int, graph: PartitionGraph) -> tuple[list[Any], 
         if pairs:
             edges, gradients = zip(*pairs, strict=True)
             ys += edges
-            dys += cut.bring_gradients(i, gradients, origin)
+            dys += cut.copies.bring(i, gradients, origin)
     graph.left.clear()  # else gradients on other devices would stay until the end
     return ys, dys
 

@@ -24,7 +24,6 @@ partition that stashed them; those that others pop accompany ``y`` and are sent 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -35,7 +34,6 @@ from pipert._typing import Value
 from pipert.autograd import order, streams
 from pipert.autograd.checkpoint import recompute_before
 from pipert.autograd.hooks import Hooks
-from pipert.autograd.transfer import Stream
 from pipert.batch.tensors import differentiable
 from pipert.layers.call import Layers
 from pipert.layers.segments import Segments
@@ -67,10 +65,10 @@ class CallBoundary:
         """Bring a value here from partition ``origin``, or the caller, for the layers."""
         copied = None
         if self.copies.come_in:
-            x, copied = self.copies.bring(i, x, origin)
+            x, copied = self.copies.copy(i, x, origin)
         if self._token is not None and origin == self.copies.previous:  # not a skip
             x = self._join(x)
-        return x if copied is None else self._wait_for(i, copied, x)
+        return x if copied is None else self.copies.wait(i, x, copied)
 
     def checkpoint(self, layers: Layers, i: int) -> Segments:
         """Begin to checkpoint micro-batch ``i``; return what records it."""
@@ -98,22 +96,18 @@ class CallBoundary:
             self._token = token if i != self._last else None
         return rebuild(ys)
 
-    def borrow(self, i: int, weights: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Copy the parameters that live elsewhere, as a call's arguments are; once per run.
+    def borrow(self, i: int, weight: Tensor) -> Tensor:
+        """Copy a parameter that lives elsewhere, as a call's arguments are; once per run.
 
         Each is copied separately, since they have only the device in common: a parameter used in a
         call must not depend on one that is not. Without grad the copies are leaves, and never
         inference tensors, so that layers may differentiate by them and changes in place are seen.
         """
-        grad, borrowed = self._grad_enabled, list[Tensor]()
+        grad = self._grad_enabled
         with torch.inference_mode(False), torch.set_grad_enabled(grad):
-            for weight in weights:
-                (copy,), copied = self.copies.bring(i, (weight,), None)
-                if copied is not None:
-                    (copy,) = self._wait_for(i, copied, (copy,))
-                copy = copy if grad else copy.detach().requires_grad_(weight.requires_grad)
-                borrowed.append(copy)
-        return borrowed
+            (copy,) = self.copies.bring(i, (weight,), None)
+            found: Tensor = copy if grad else copy.detach().requires_grad_(weight.requires_grad)
+        return found
 
     def drop(self) -> None:
         """Forget every micro-batch, since nobody waits for the run any more. From any thread."""
@@ -130,8 +124,3 @@ class CallBoundary:
             return x  # a token that is not taken goes into the fork
         token, self._token = self._token, None
         return rebuild(order.join(token, *xs))
-
-    def _wait_for(self, i: int, copied: Stream, x: Value) -> Value:
-        """Make the compute stream wait for the copy; in the backward, the copy for compute."""
-        compute = streams.compute_stream(self._device)
-        return self.copies.transport.wait(i, x, compute, copied)

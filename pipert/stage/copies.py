@@ -41,50 +41,37 @@ class Transport(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class CallTransport:
-    """A transport whose copies and waits are nodes of the graph, where there is one."""
+class PlainTransport:
+    """A transport that is not recorded."""
 
     _device: torch.device
+    _is_cut: bool
+    """Whether the graph is cut, as in a step: copies of what requires grad require grad as well.
+
+    Else copies and waits are nodes of the graph, where there is one.
+    """
 
     def in_graph(self, tensor: Tensor) -> bool:
-        return tensor.requires_grad and torch.is_grad_enabled()
+        return tensor.requires_grad and (self._is_cut or torch.is_grad_enabled())
 
     def copy(
         self, i: int, tensors: Tensors, source: Stream, target: Stream, origin: int | None
     ) -> Tensors:
-        if self.in_graph(tensors[0]):
+        if self.in_graph(tensors[0]) and not self._is_cut:
             to_caller = origin is None
             return transfer.copy(i, tensors, self._device, source, target, to_caller)
-        return streams.copy(tensors, self._device, source, target)
-
-    def wait(self, i: int, x: Value, waiter: Stream, awaited: Stream) -> Value:
-        if torch.is_grad_enabled():
-            xs, rebuild = differentiable(x)
-            if xs:
-                return rebuild(transfer.wait(xs, waiter, awaited))
-        streams.wait(waiter, awaited)
-        return x
-
-
-@dataclass(slots=True, eq=False)
-class StepTransport:
-    """A transport outside the graph. Copies of tensors that require grad require grad as well."""
-
-    _device: torch.device
-
-    def in_graph(self, tensor: Tensor) -> bool:
-        return tensor.requires_grad
-
-    def copy(
-        self, i: int, tensors: Tensors, source: Stream, target: Stream, origin: int | None
-    ) -> Tensors:
         plain = tuple([tensor.detach() for tensor in tensors])
         moved = streams.copy(plain, self._device, source, target)
-        for old, new in zip(tensors, moved, strict=True):
-            new.requires_grad_(old.requires_grad)
+        if self._is_cut:
+            for old, new in zip(tensors, moved, strict=True):
+                new.requires_grad_(old.requires_grad)
         return moved
 
     def wait(self, i: int, x: Value, waiter: Stream, awaited: Stream) -> Value:
+        if torch.is_grad_enabled() and not self._is_cut:
+            xs, rebuild = differentiable(x)
+            if xs:
+                return rebuild(transfer.wait(xs, waiter, awaited))
         streams.wait(waiter, awaited)
         return x
 
@@ -108,8 +95,19 @@ class Copies:
         """Return the copy stream of micro-batch ``i`` on this device; ``None`` on CPU."""
         return self._run.streams.get(self._device, i)
 
-    def bring(self, i: int, x: Value, origin: int | None) -> tuple[Value, Stream]:
-        """Bring a value to this device from partition ``origin``, or from the caller if ``None``.
+    def bring(self, i: int, x: Value, origin: int | None) -> Value:
+        """Copy a value here from partition ``origin``, or the caller; let compute wait for that."""
+        x, copied = self.copy(i, x, origin)
+        return x if copied is None else self.wait(i, x, copied)
+
+    def wait(self, i: int, x: Value, copied: Stream) -> Value:
+        """Make the compute stream wait for the copy; in the backward, the copy for compute."""
+        return self.transport.wait(i, x, streams.compute_stream(self._device), copied)
+
+    def copy(self, i: int, x: Value, origin: int | None) -> tuple[Value, Stream]:
+        """Copy a value to this device from partition ``origin``, or from the caller if ``None``.
+
+        Also return the stream to wait for before it is read, or ``None``.
 
         Moves every tensor that the caller passes, and those of a partition that are on its own
         device. What a layer keeps elsewhere on purpose, such as lengths on the CPU, stays there.

@@ -50,7 +50,7 @@ class PartitionGraph:
     loss: Tensor | None = None
     """The loss, in the last partition."""
     segments: Segments | None = None
-    """Compute the layers again; ``None`` if they are not checkpointed."""
+    """What ``R[i,j]`` repeats, if the micro-batch is checkpointed."""
 
 
 class Ledger:

@@ -8,7 +8,7 @@ do it in parallel.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from pipert._torch import node_count
-from pipert._typing import Tensors, Value
-from pipert.autograd import streams
+from pipert._typing import Value
 from pipert.autograd.leaves import Behind
 from pipert.autograd.order import begin_numbers
 from pipert.autograd.weight_gradients import Later
@@ -47,8 +46,8 @@ class StepBoundary:
     """
 
     __slots__ = (
-        "_callers", "_first", "_hooks", "_place", "_seed", "_segments", "copies",
-        "gradients", "later", "look", "puts_off", "step",
+        "_callers", "_first", "_hooks", "_place", "_seed", "_segments", "copies", "gradients",
+        "later", "look", "puts_off", "step",
     )  # fmt: skip
 
     def __init__(
@@ -74,20 +73,14 @@ class StepBoundary:
         self._first: int | None = None  # nodes made here have numbers from this on
 
     def cross(self, i: int, x: Value, origin: int | None) -> Value:
-        """Bring a value here from partition ``origin``, or the caller; cut its graph, and note it.
-
-        The graph of a value from the caller has been cut by him.
-        """
+        """Bring a value here from partition ``origin``, or the caller, and cut its graph."""
         if self._first is None:
             self._first = begin_numbers(self._callers)
         xs, rebuild = differentiable(x)
         values = xs
         if self.copies.come_in:
-            x, copied = self.copies.bring(i, x, origin)
+            x = self.copies.bring(i, x, origin)
             values, rebuild = differentiable(x)
-            if copied is not None:
-                compute = streams.compute_stream(self._place.device)
-                self.copies.transport.wait(i, x, compute, copied)
         if not xs:
             return x
         crossed: Value = rebuild(self.step.ledger.cross(i, self._place.j, origin, xs, values))
@@ -118,13 +111,10 @@ class StepBoundary:
         skips = None
         if isinstance(y, Carried):
             y, skips = y
-        step_loss, device = self.step.loss, self._place.device
+        step_loss = self.step.loss
         originals = differentiable(step_loss.targets[i])[0]
         target = leaf_inputs(step_loss.targets[i]) if originals else step_loss.targets[i]
-        target, copied = self.copies.bring(i, target, None)
-        if copied is not None:
-            compute = streams.compute_stream(device)
-            self.copies.transport.wait(i, target, compute, copied)
+        target = self.copies.bring(i, target, None)
         if originals:
             self.gradients.stand_ins.update(zip(differentiable(target)[0], originals, strict=True))
         output = y
@@ -136,31 +126,19 @@ class StepBoundary:
         self.step.losses[i] = step_loss.share_of(i, loss.detach())
         return loss if skips is None else Carried(loss, skips)
 
-    def borrow(self, i: int, weights: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Copy parameters that live elsewhere; make stand-ins for parameters that have hooks.
+    def borrow(self, i: int, weight: Tensor) -> Tensor:
+        """Copy a parameter that lives elsewhere; make a stand-in for a parameter that has hooks.
 
         Autograd calls the hooks of a tensor with each part of its gradient, but they must see the
         whole, once. So the parts go to the stand-in. A model that asks for a stand-in in inference
         mode may use it again outside of that mode.
         """
-        leaves = []
         with torch.inference_mode(False):
-            for weight in weights:
-                (copy,), copied = self.copies.bring(i, (weight.detach(),), None)
-                if copied is not None:
-                    streams.wait(streams.compute_stream(self._place.device), copied)
-                leaves.append(copy.requires_grad_(weight.requires_grad))
-        self.gradients.stand_ins.update(zip(leaves, weights, strict=True))
-        return leaves
-
-    def bring_gradients(self, i: int, gradients: Tensors, origin: int) -> Tensors:
-        """Bring gradients to this device from partition ``origin``."""
-        moved: Tensors
-        moved, copied = self.copies.bring(i, gradients, origin)
-        if copied is not None:
-            compute = streams.compute_stream(self._place.device)
-            self.copies.transport.wait(i, moved, compute, copied)
-        return moved
+            (leaf,) = self.copies.bring(i, (weight.detach(),), None)
+            leaf.requires_grad_(weight.requires_grad)
+        self.gradients.stand_ins[leaf] = weight
+        found: Tensor = leaf
+        return found
 
     def numbers(self) -> range:
         """Return the numbers of nodes made here, without any that a node of the caller may have."""

@@ -10,27 +10,13 @@ COPIES = "pipert/stage/copies.py"
 IN_GRAPH, CUT = "pipert/stage/call_boundary.py", "pipert/stage/step_boundary.py"
 BACKWARD, RECORDED = "pipert/stage/backward.py", "pipert/stage/recorded.py"
 
-_COMPUTE_WAITS = (
-    "compute = streams.compute_stream(self._device)\n"
-    "        return self.copies.transport.wait(i, x, compute, copied)"
-)
+_BRING_WAITS = "return x if copied is None else self.wait(i, x, copied)"
+_COMPUTE_WAITS = "return self.transport.wait(i, x, streams.compute_stream(self._device), copied)"
 _COPY_WAITS = (
     "compute = streams.compute_stream(self._device)\n"
     "                y = self.copies.transport.wait(i, y, copying, compute)"
 )
 _READERS = "readers = [*range(len(run.devices))[j + 1 : j + 2], *[k for _, k in skips.leaving]]"
-_LOSS_WAITS = (
-    "compute = streams.compute_stream(device)\n"
-    "            self.copies.transport.wait(i, target, compute, copied)"
-)
-_INPUT_WAITS = (
-    "compute = streams.compute_stream(self._place.device)\n"
-    "                self.copies.transport.wait(i, x, compute, copied)"
-)
-_GRADIENT_WAITS = (
-    "compute = streams.compute_stream(self._place.device)\n"
-    "            self.copies.transport.wait(i, moved, compute, copied)"
-)
 _LET_COPY = "streams.wait(copying, streams.compute_stream(self._device))"
 
 OF_COPIES: list[Row] = [
@@ -51,6 +37,12 @@ OF_COPIES: list[Row] = [
      "target = self.stream(i)", "target = self.stream(i + 1)"),
     ("source-of-another", COPIES, "the copy stream of this micro-batch, for reading",
      "source = self._run.streams.get(device, i)", "source = self._run.streams.get(device, i + 1)"),
+    ("brought-not-after-copy", COPIES,
+     "compute's wait for copies of weights and targets, and in a step of values and gradients",
+     _BRING_WAITS, "return x"),
+    ("copy-waits-for-compute", COPIES, "the direction of compute's wait for a copy",
+     _COMPUTE_WAITS,
+     "return self.transport.wait(i, x, copied, streams.compute_stream(self._device))"),
     ("arguments-not-awaited", COPIES, "the wait of the arguments' copy for the caller",
      "moving = self.transport.wait(i, moving, source, compute)", "pass"),
     ("arguments-await-own-device", COPIES,
@@ -79,12 +71,7 @@ OF_COPIES: list[Row] = [
 
 OF_CALLS: list[Row] = [
     ("compute-not-after-copy", IN_GRAPH, "compute's wait for the copies of a task's inputs",
-     "return x if copied is None else self._wait_for(i, copied, x)", "return x"),
-    ("compute-not-after-weights", IN_GRAPH, "compute's wait for copies of borrowed weights",
-     "(copy,) = self._wait_for(i, copied, (copy,))", "pass"),
-    ("copy-waits-for-compute", IN_GRAPH, "the direction of compute's wait for a copy",
-     _COMPUTE_WAITS,
-     "return self.copies.transport.wait(" "i, x, copied, streams.compute_stream(self._device))"),
+     "return x if copied is None else self.copies.wait(i, x, copied)", "return x"),
     ("copy-not-after-compute", IN_GRAPH, "the wait of an output's copy for compute", _COPY_WAITS,
      "pass"),
     ("compute-waits-to-be-copied", IN_GRAPH, "the direction of the copy's wait for compute",
@@ -103,32 +90,14 @@ OF_CALLS: list[Row] = [
     ("graph-move-swapped", COPIES, "source and target of a copy in the graph: swapped",
      "return transfer.copy(i, tensors, self._device, source, target, to_caller)",
      "return transfer.copy(i, tensors, self._device, target, source, to_caller)"),
-    ("move-swapped", COPIES, "source and target of a copy without gradient: swapped",
-     "return streams.copy(tensors, self._device, source, target)",
-     "return streams.copy(tensors, self._device, target, source)"),
 ]  # fmt: skip
 
 OF_STEPS: list[Row] = [
-    ("step-not-after-weights", CUT, "compute's wait for copies of borrowed weights",
-     "streams.wait(streams.compute_stream(self._place.device), copied)", "pass"),
-    ("step-input-not-after-copy", CUT, "compute's wait for the copies of a task's inputs",
-     _INPUT_WAITS, "pass"),
-    ("step-copy-waits-for-compute", CUT, "the direction of compute's wait for a copy", _INPUT_WAITS,
-     "self.copies.transport.wait(" "i, x, copied, streams.compute_stream(self._place.device))"),
-    ("loss-not-after-target", CUT, "the loss's wait for the copy of the target", _LOSS_WAITS,
-     "pass"),
     ("output-not-after-compute", CUT, "the wait of an output's copy for compute",
      "self.copies.let_others_copy(i)\n        ys, _", "ys, _"),
-    ("backward-not-after-copy", CUT, "the backward's wait for the copy of its gradient",
-     _GRADIENT_WAITS, "pass"),
-    ("copy-waits-for-backward", CUT, "the direction of the backward's wait for its gradient",
-     _GRADIENT_WAITS,
-     "self.copies.transport.wait(" "i, moved, copied, streams.compute_stream(self._place.device))"),
     ("gradient-not-after-compute", BACKWARD, "the wait of a gradient's copy for compute",
      "cut.copies.let_others_copy(i)  # before the sums: the copy needs none of them", "pass"),
-    ("step-no-wait", COPIES, "compute's waits for copies: of values, targets and gradients",
-     "-> Value:\n        streams.wait(waiter, awaited)\n", "-> Value:\n"),
-    ("step-move-swapped", COPIES, "source and target of a copy: swapped",
+    ("move-swapped", COPIES, "source and target of a copy outside the graph: swapped",
      "moved = streams.copy(plain, self._device, source, target)",
      "moved = streams.copy(plain, self._device, target, source)"),
 ]  # fmt: skip
