@@ -18,6 +18,8 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextvars import ContextVar
+from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -53,6 +55,8 @@ _inside: ContextVar[tuple[object, ...]] = ContextVar("pipert_inside", default=()
 
 
 Function = Callable[..., Value] | None
+
+_MODULES, _MODE = attrgetter("_modules"), attrgetter("training")
 
 
 class Runtime:
@@ -219,7 +223,8 @@ class Runtime:
         if on_cuda:
             self._streams.follow_the_caller(on_cuda)
         run = Run(plan, self.devices, context, self._streams, notifier, function)
-        modes = [layer.training for each in self.model.partitions for layer in each]
+        layers = map(dict.values, map(_MODULES, self.model.partitions))
+        modes = [*map(_MODE, chain.from_iterable(layers))]
         if modes != self._modes or len(self.counters.live) < 2:  # this one is alone
             self._modes, self._turns = modes, run.seed.turns
         run.seed.turns = self._turns

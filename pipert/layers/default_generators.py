@@ -62,9 +62,9 @@ class DefaultGenerator:
     def enter(self, user: User) -> None:
         """Wait for others (G1, G2)."""
         with self._changed:
-            if any(use.user is user for use in self._uses):  # an interrupt came after it entered
+            if any([use.user is user for use in self._uses]):  # an interrupt came after it entered
                 return
-            while not self._is_free_for(user):
+            while self._uses and not self._is_free_for(user):
                 self._changed.wait(_CHECK)
             thread, before = threading.current_thread(), self.generator.get_state()
             self._uses.append(_Use(user, thread, before))

@@ -56,13 +56,6 @@ def current_task() -> Draws | None:
     return task
 
 
-def _set_current_task(task: Draws | None) -> None:
-    if task is not None:
-        set_thread_local(_TASK, task)
-    elif _torch.has_object(_TASK):
-        remove_thread_local(_TASK)
-
-
 class RunSeed:
     """The seed of one run. The caller draws it, from the generator of a task that he is inside of.
 
@@ -137,15 +130,14 @@ class Draws:
     """
 
     __slots__ = (
-        "_begun", "_held", "_is_part", "_kind", "_left", "_number", "_parts", "_runs", "_seed",
-        "_states", "_was_over", "device", "is_backward", "outer", "run",
+        "_begun", "_held", "_is_part", "_kind", "_left", "_number", "_parts", "_runs", "_states",
+        "_was_over", "device", "is_backward", "outer", "run",
     )  # fmt: skip
 
     def __init__(
         self, run: RunSeed, number: int, device: torch.device, kind: Kind,
         is_backward: bool = False,
     ) -> None:  # fmt: skip
-        assert run.number is not None
         self.run = run
         self.device = device
         self.is_backward = is_backward
@@ -153,7 +145,6 @@ class Draws:
         """The task that it is inside of."""
         self._number = number
         self._kind = kind
-        self._seed = _mix(run.number ^ _mix(number))
         self._was_over = run.is_over  # as in a recomputation of a call
         self._held: list[torch.device] = []  # the devices whose generators it has
         self._left: list[tuple[Draws, torch.device]] = []  # those of outer tasks meanwhile
@@ -178,8 +169,9 @@ class Draws:
         in_turns = turns.get(self._kind, True) or self.is_backward and any(turns.values())
         devices = [*self._states] or [CPU, self.device]
         try:
-            _let_go(self.outer, self._left)  # for no generator is waited out of order
-            _set_current_task(self)
+            if self.outer is not None:  # for no generator is waited out of order
+                _let_go(self.outer, self._left)
+            set_thread_local(_TASK, self)
             for device in dict.fromkeys(devices):
                 if device.type == "cuda" or in_turns:
                     self._held.append(device)
@@ -199,8 +191,11 @@ class Draws:
         for device in reversed(self._held):
             if self._leave(device):
                 self._note_draws(device, is_done)
-        _set_current_task(self.outer)
-        _take_again(self._left)
+        if self.outer is not None:
+            set_thread_local(_TASK, self.outer)
+            _take_again(self._left)
+        elif _torch.has_object(_TASK):
+            remove_thread_local(_TASK)
 
     def _enter(self, device: torch.device) -> None:
         """Have the default generator of ``device``, seeded, or as the task has left it."""
@@ -209,7 +204,7 @@ class Draws:
         if device in self._states:
             default.generator.set_state(self._states[device])
         else:
-            default.generator.manual_seed(self._seed)
+            default.generator.manual_seed(self._seed())
             self._states[device] = default.generator.get_state()
             if device == CPU and self._kind not in self.run.turns:
                 self.run.tried.append(self._states[device])
@@ -225,6 +220,8 @@ class Draws:
 
     def _note_draws(self, device: torch.device, is_done: bool) -> None:
         if (begun := self._begun.get(device)) is None:  # an exception from outside
+            return
+        if self.run.used and device != CPU:
             return
         with WithoutFunctions(), WithoutDispatch():
             has_drawn = not torch.equal(self._states[device], begun)
@@ -250,7 +247,11 @@ class Draws:
     def seed_of_inner_run(self) -> int:
         """Return the seed of a run of a pipe that the task calls without the CPU's generator."""
         self._runs += 1
-        return _mix(self._seed ^ _mix(self._runs)) >> 1
+        return _mix(self._seed() ^ _mix(self._runs)) >> 1
+
+    def _seed(self) -> int:
+        assert self.run.number is not None
+        return _mix(self.run.number ^ _mix(self._number))
 
 
 def _drawing_again(
