@@ -68,7 +68,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"checkpoint": "sometimes"}, ValueError,
      "'always', 'except_last', 'never'.*got 'sometimes'"),
     ({"module": nn.Linear(1, 1)}, TypeError,
-     "an nn.Sequential, got Linear; put.*use pipert.pipeline"),
+     "an nn.Sequential, got Linear; use pipert.pipeline.*or put the layers"),
     ({"module": Grows(nn.ReLU())}, TypeError,
      "Grows overrides forward.*make what it does a layer"),
     ({"devices": ["cpu"]}, IndexError, r"devices \['cpu'\].*devices=\['cpu', 'cpu'\]"),
