@@ -154,13 +154,14 @@ class Rotary(nn.Module):
     def __init__(self, begun: threading.Event, taken: threading.Event) -> None:
         super().__init__()
         self.register_buffer("table", torch.ones(4))
+        self.scale = nn.Parameter(torch.ones(4))  # what needs no gradient is not recomputed
         self.begun, self.taken = begun, taken
 
     def forward(self, x: Tensor) -> Tensor:
         if pipert.is_recomputing() and not self.begun.is_set():
             self.begun.set()
             assert self.taken.wait(WAIT)
-        y: Tensor = x * self.table
+        y: Tensor = x * self.table * self.scale
         return y
 
 
