@@ -70,7 +70,7 @@ class _Task:
 
     def begin(self, *_: Any) -> None:
         graph_task = backward_id()
-        if self._graph_task == graph_task:
+        if self._graph_task == graph_task or not self._is_here():
             return  # another output has begun it
         self._graph_task = graph_task
         i, j, device = self._place
@@ -80,7 +80,7 @@ class _Task:
             _thread.switch_to(self, self._span.start)
 
     def end(self, *_: Any) -> None:
-        if self._span is None or self._graph_task != backward_id():
+        if self._span is None or self._graph_task != backward_id() or not self._is_here():
             return  # the node runs without the task, as in a backward from its middle
         now = stamp(self._span.clock)
         current = _thread.task
@@ -90,6 +90,11 @@ class _Task:
             self._span.start = _thread.moment
         _thread.switch_to(self, now)
         self._span.end = now
+
+    def _is_here(self) -> bool:
+        """Whether the node is on the task's device: copies that micro-batches share may not be."""
+        device = self._place[2]
+        return device.type != "cuda" or device.index == torch.cuda.current_device()
 
     def interrupt(self, moment: Stamp) -> None:
         if self._span is not None and self._span.end is None:
@@ -148,6 +153,8 @@ def _ends(outputs: Iterable[Node], inputs: set[Node], made: range) -> list[Node]
                 is_end = True  # also before a leaf, whose number is the largest there is
             elif is_cast_of_leaf(child):
                 is_end = True  # maybe another thread's, whose numbers say nothing
+            elif type(child).__name__ == "_SendBackward":
+                is_end = True  # a tied weight's, on its device and so on another thread
             elif child not in seen:
                 seen.add(child)
                 left.append(child)

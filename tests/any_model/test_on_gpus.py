@@ -375,3 +375,15 @@ def test_arguments_may_be_on_a_gpu_though_the_model_is_on_the_cpu() -> None:
     for cuts in ([], ["1"]):
         with pipert.pipeline(model, cuts, devices=["cpu"] * (1 + len(cuts)), chunks=2) as pipe:
             torch.testing.assert_close(pipe(x.cuda()), expected)
+
+
+def test_a_recorded_call_dates_the_backward_of_a_weight_that_two_devices_share() -> None:
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    layers[1].weight = layers[0].weight
+    options: dict[str, Any] = {"devices": ["cuda:2", "cuda:0"], "chunks": 4}
+    with pipert.pipeline(layers, ["1"], **options) as pipe:
+        for _ in range(40):
+            with pipe.record() as seen:
+                loss: Any = pipe(torch.ones(4, 4)).sum()
+                loss.backward()
+            assert all(0 <= event.end - event.start < 60 for event in seen.events)
