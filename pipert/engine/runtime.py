@@ -37,6 +37,7 @@ from pipert.layers.effects import Effects
 from pipert.layers.parametrized import compute_cached
 from pipert.layers.random_numbers import Turns, paused
 from pipert.model.data_parallel import refuse_data_parallel
+from pipert.observe.backward import makers
 from pipert.observe.notifier import Counters, Notifier
 from pipert.schedules.plan import Plan, plan_call
 from pipert.skip import store
@@ -108,6 +109,8 @@ class Runtime:
             run = self._new_run(plan, notifier, function)
             posting = Posting(self.model.assemble(run, inputs, None, stats), self.pool.put)
             self._execute(run, posting, threads, timeout)
+            if len({device for device in self.devices if device.type == "cuda"}) > 1:
+                run.seed.guard_backward(makers(differentiable(run.outputs)[0]))
             notifier.outcome = "succeeded"
             return run.outputs
 

@@ -23,16 +23,17 @@ random one advances it by one draw.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 from pipert import _torch
-from pipert._torch import WithoutDispatch, WithoutFunctions
+from pipert._torch import WithoutDispatch, WithoutFunctions, call_after_backward
 from pipert.autograd.thread_locals import (
     get_thread_local,
     remove_thread_local,
@@ -74,7 +75,7 @@ class RunSeed:
         self.turns: Turns = {}
         """May be shared with runs of the same layers that overlap."""
         self.tried: list[Tensor] = []
-        """The states of the CPU's generator with which these first ones began."""
+        """The states of the CPU's generator that layers may have saved: of these first ones."""
         self.is_over = False
         """Whether the caller no longer waits for the run."""
         if given is not None:
@@ -101,15 +102,27 @@ class RunSeed:
         """
         self.is_over = True
         states, self._states = self._states, None
-        tried, self.tried = self.tried, []
         if self._outer is not None:
             self._outer.run.used |= self.used
-        if states is None:
-            return
+        if states is not None:
+            self.tried.append(states[1])
+            self._put_back(states[self.used])
+
+    def _put_back(self, state: Tensor) -> None:
+        """Set the generator's state, unless somebody else has drawn, such as the user's thread."""
         with self._generator() as generator, WithoutFunctions(), WithoutDispatch():
-            now = generator.get_state()  # another if a thread of the user's has drawn, too
-            if any(torch.equal(now, each) for each in (states[1], *tried)):
-                generator.set_state(states[self.used])
+            now = generator.get_state()
+            if any(torch.equal(now, each) for each in self.tried):
+                generator.set_state(state)
+
+    def guard_backward(self, nodes: Iterable[Node]) -> None:
+        """Let backwards of a call, which begin at ``nodes``, leave the state as it was, likewise."""
+        for node in nodes if self.tried and self._outer is None else ():
+            node.register_prehook(self._note_state)
+
+    def _note_state(self, _: object) -> None:
+        with self._generator() as generator, WithoutFunctions(), WithoutDispatch():
+            call_after_backward(partial(self._put_back, generator.get_state()))
 
     def _generator(self) -> AbstractContextManager[torch.Generator]:
         default = default_generator(CPU)

@@ -241,3 +241,68 @@ def test_pipes_inside_of_layers_on_each_other_s_devices_do_not_wait_for_each_oth
     ) as pipe:  # fmt: skip
         (first,), (again,) = in_threads(train), in_threads(train)
     assert torch.equal(first[0], again[0]) and torch.equal(*first) and torch.equal(*again)
+
+
+class Race:
+    """The events of two recomputations that go on at once, on autograd's threads of two GPUs."""
+
+    def __init__(self) -> None:
+        self.late_in, self.early_in, self.late_out = (threading.Event() for _ in range(3))
+
+
+class At(torch.autograd.Function):
+    """Calls a function with the number of its micro-batch in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, act: Callable[[int], object]) -> Tensor:
+        ctx.act, ctx.number = act, int(x[0, 0])
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        ctx.act(ctx.number)
+        return dy, None
+
+
+def test_a_backward_leaves_the_state_of_the_cpu_though_checkpoints_in_layers_set_it_at_once() -> (
+    None
+):
+    """Of the second partition's first micro-batch, beside the first partition's second one.
+
+    A checkpoint saves the state, sets that of its forward, and puts back what it has saved. Here
+    the first one in is the first one out, so the second one puts back what the first had set.
+    """
+    race = Race()
+    is_going_back = False
+
+    def first(x: Tensor) -> Tensor:
+        if is_going_back and int(x[0, 0]) == 1:
+            race.early_in.set()
+            assert race.late_out.wait(PATIENCE)
+        return x + x.sin() * 0  # saves its input
+
+    def second(x: Tensor) -> Tensor:
+        if is_going_back and int(x[0, 0]) == 0:
+            race.late_in.set()
+            assert race.early_in.wait(PATIENCE)
+        return x + x.sin() * 0  # saves its input
+
+    def begins(number: int) -> None:
+        assert number == 0 or race.late_in.wait(PATIENCE)
+
+    def ends(number: int) -> None:
+        if number == 0:
+            race.late_out.set()
+
+    at: Any = At.apply
+    layers = [
+        Apply(lambda x: at(checkpoint(first, x, use_reentrant=False), begins)),
+        Apply(lambda x: checkpoint(second, at(x, ends), use_reentrant=False)),
+    ]
+    x = torch.arange(2.0).view(2, 1).requires_grad_()
+    with Pipe(nn.Sequential(*layers), [1, 1], devices=GPUS, chunks=2, checkpoint="never") as pipe:
+        torch.manual_seed(0)
+        y = pipe(x)
+        before, is_going_back = torch.get_rng_state(), True
+        y.sum().backward()
+    assert race.late_out.is_set() and torch.equal(torch.get_rng_state(), before)
