@@ -116,7 +116,7 @@ class RunSeed:
                 generator.set_state(state)
 
     def guard_backward(self, nodes: Iterable[Node]) -> None:
-        """Let backwards of a call, which begin at ``nodes``, leave the state as it was, likewise."""
+        """Let a call's backwards, which begin at ``nodes``, leave the state as it was, likewise."""
         for node in nodes if self.tried and self._outer is None else ():
             node.register_prehook(self._note_state)
 
