@@ -8,6 +8,7 @@ from typing import Any, Self
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
 from pipert._typing import Device
 from pipert.balance.by_calls import choose_cuts
@@ -180,6 +181,12 @@ class ModulePipe(RankPipe):
         self._own_names = {*self.state_dict()}
         self.training = model.training
         self._begin(where, parts, wrap)
+        with agreement.agreeing():
+            if any(isinstance(layer, FSDPModule) for layer in model.modules()):
+                raise ValueError(
+                    "wrap has sharded layers by fully_shard, which any model cannot have over "
+                    "ranks; use DistributedDataParallel, or a pipert.distributed.Pipe"
+                )
 
     @property
     def cuts(self) -> list[str]:
