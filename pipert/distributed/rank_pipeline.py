@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any, Self
 
@@ -21,7 +22,7 @@ from pipert.distributed.replay_model import ReplayModel
 from pipert.distributed.replay_plan import ReplayPlan, cuts_of
 from pipert.distributed.torch_schedules import ranks_of
 from pipert.layers.batchnorm import check_batch_norm
-from pipert.layers.intercepted import intercept
+from pipert.layers.intercepted import intercept, release
 from pipert.pipes.base import PipeBase
 from pipert.skip.routes import PartitionSkips
 from pipert.skip.verify import declarations
@@ -150,6 +151,7 @@ class ModulePipe(RankPipe):
         agreement.require_same("arguments and layers", layouts)
         with agreement.agreeing() as found:
             intercept(cuts.layers)
+            weakref.finalize(self, release, list(cuts.layers)).atexit = False
             plan = ReplayPlan(cuts, where.device)
             arguments = arguments_of(example)
             plan.place(moved(Arguments(*arguments), where.device))

@@ -391,9 +391,10 @@ class Replay(TorchFunctionMode):
         for k, tensor in enumerate(results):
             if id(tensor) in changed:  # the function works in place
                 tensor = changed[id(tensor)]
-            elif tensor.is_leaf and (tensor.is_floating_point() or tensor.is_complex()):
+            elif not any(tensor is one for one in tensors):
                 dtype = None if self._depth else self._header.dtypes.get((self._event, k))
-                tensor = tensor.to(dtype or tensor.dtype)
-                tensor.requires_grad_(needs_grad or tensor.requires_grad)
+                tensor = tensor.detach().to(dtype or tensor.dtype)  # no view of autograd's
+                if needs_grad and (tensor.is_floating_point() or tensor.is_complex()):
+                    tensor.requires_grad_()
             found.append(tensor)
         return rebuild(tuple(found)), list(changed.values())

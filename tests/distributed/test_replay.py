@@ -347,6 +347,74 @@ def test_what_is_refused(between: Callable[..., Any], why: str) -> None:
         assert why in text
 
 
+class InPlace(nn.Module):
+    """Changes views of results of layers, before and after they cross."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        h[:, 0] += 1
+        buffer = torch.zeros_like(x)
+        buffer[:, 1:] = h[:, 1:]
+        y = self.b(h)
+        y[:, :2].add_(h[:, :2])
+        y.add_(buffer)
+        out: Tensor = self.c(y) + h
+        return out
+
+
+def works_in_place(rank: int) -> list[Any]:
+    torch.manual_seed(0)
+    x = torch.randn(4, 4)
+    pipe = distributed.pipeline(InPlace(), ["b"], example=x, chunks=2)
+    loss = pipe.forward_backward(x, target=x, loss_fn=F.mse_loss)
+    return [loss, {name: p.grad for name, p in pipe.named_parameters()}]
+
+
+def test_own_code_may_work_in_place() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 4)
+    plain = InPlace()
+    loss = F.mse_loss(plain(x), x)
+    torch.autograd.backward(loss)
+    named = dict(plain.named_parameters())
+    for other, grads in run(2, works_in_place):
+        torch.testing.assert_close(other, loss.detach())
+        for name, grad in grads.items():
+            torch.testing.assert_close(grad, named[name].grad)
+
+
+class Sharing(nn.Module):
+    """Changes one of two tensors that cross and share their memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        part = h[:, :2]
+        y = self.b(x)
+        part.mul_(2)
+        both: Tensor = y + h
+        return both
+
+
+def shares(rank: int) -> str:
+    x = torch.randn(4, 4)
+    pipe = distributed.pipeline(Sharing(), ["b"], example=x)
+    with pytest.raises(RuntimeError) as caught:
+        pipe.forward_backward(x, target=x, loss_fn=F.mse_loss)
+    return str(caught.value)
+
+
+def test_a_change_of_one_of_two_tensors_that_share_memory_is_refused() -> None:
+    assert all("share memory" in text for text in run(2, shares))
+
+
 def wrong_arguments(rank: int) -> list[str]:
     found = []
     x = torch.randn(4, 4)
