@@ -89,8 +89,7 @@ class ReplayComputing:
     ) -> Any:  # fmt: skip
         with drawing(event):
             if segments is None or not self.layers.recomputes(module):
-                with self.layers.locked(module):
-                    return call(*args, **kwargs)
+                return self.layers.call_locked(module, call, *args, **kwargs)
             self.layers.refuse_replaced(module)
             again = partial(self._checkpoint, i, segments, module, partial(drawing, event))
             if not has_hooks(module):

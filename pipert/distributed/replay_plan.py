@@ -16,7 +16,7 @@ from pipert.batch.trees import flatten
 from pipert.distributed.placeholders import Cuts, Name, Record, ReplayError
 from pipert.distributed.replay import Replay
 from pipert.layers.modules import modules_of
-from pipert.layers.random_numbers import Draws, RunSeed, drawing
+from pipert.layers.random_numbers import Draws, RunSeed
 from pipert.model.calls import unchanged
 from pipert.model.cuts import check_cuts, homes, layers_of
 
@@ -46,7 +46,12 @@ def _has_state(module: nn.Module) -> bool:
 
 def event_drawing(seed: RunSeed, i: int, device: torch.device) -> Callable[[int], Any]:
     """Return what makes the block in which an event of micro-batch ``i`` draws."""
-    return lambda event: drawing(Draws(seed, (i << 32) + event + (1 << 62), device))
+
+    def drawing(event: int) -> Draws:
+        number = (i << 32) + event + (1 << 62)
+        return Draws(seed, number, device, ("event", number))  # a kind of its own: any may draw
+
+    return drawing
 
 
 @dataclass(eq=False)
