@@ -51,9 +51,9 @@ def tie(shared: SharedParameters, site: Site) -> list[TiedParameter]:
     return tied
 
 
-def check_tied(tied: Sequence[TiedParameter], module: nn.Module) -> None:
+def check_tied(tied: Sequence[TiedParameter], modules: Iterable[nn.Module]) -> None:
     """Refuse a wrapper that has replaced a shared parameter, as ``fully_shard`` does."""
-    kept = set(module.parameters())
+    kept = {parameter for module in modules for parameter in module.parameters()}
     if any(one.parameter not in kept for one in tied):
         raise ValueError(
             "wrap has replaced a weight that several ranks share, as fully_shard does, so copies "

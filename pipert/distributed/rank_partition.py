@@ -3,8 +3,8 @@
 torch's stage (``rank_stage``) calls a module with the tensors that arrived, and goes backward
 through those that it returns. That module is a :class:`StageModule` with the partition's layers, or
 a wrapper around one. It forwards the call to :class:`RankPartition`, the partition in the current
-mini-batch. As in one process, layers get random numbers of their own, and are recomputed by the
-paper's pair of functions.
+mini-batch. How it computes, by calling layers one after the other or by a replay of the model's own
+forward, is the choice of a :class:`Computing`.
 
 After a failure the schedule goes on without calling layers, so that no rank waits for a message
 that never comes. When all ranks have finished the schedule, all raise.
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -66,6 +66,8 @@ class RankBatch:
 
     sizes: Sequence[int]
     """The number of rows in each micro-batch."""
+    inputs: Sequence[Value]
+    """The input of each micro-batch; a chain has them on its first rank alone."""
     recomputed: int
     """The number of micro-batches, counted from the first, whose layers are recomputed."""
     seed: RunSeed
@@ -74,6 +76,8 @@ class RankBatch:
     loss: Loss | None
     """The loss of a step; only on the rank of the last partition."""
     keep_outputs: bool
+    is_ready: bool
+    """Whether the micro-batches came ready, so that their outputs are not joined."""
     is_wrapped: bool
     """Whether a module around a partition must see each backward, as DDP must."""
     is_sharded: bool
@@ -85,6 +89,10 @@ class RankBatch:
     effects: Effects = field(default_factory=partial(Effects, at_end=True))
     failure: tuple[BaseException, Action | None] | None = None
     """The first error on this rank, and the action that raised it."""
+    records: list[Any] = field(default_factory=list)
+    """For each micro-batch of any model, its :class:`.Record`, or ``None`` while there is none."""
+    seen: list[Any] = field(default_factory=list)
+    """The replays of micro-batches without a record: which names were made, and used."""
     is_failed: bool = False
     """Whether this rank has failed, or one before it."""
     last: Action | None = None
@@ -104,17 +112,45 @@ class RankBatch:
         return failure or ()
 
 
+class Computing(Protocol):
+    """Computes what a partition does between what arrives and what leaves."""
+
+    def forward(self, i: int, x: Value) -> Value:
+        """Compute micro-batch ``i`` from what has arrived, or is its input."""
+
+    def backward(self, i: int, go_back: Callable[[], Any]) -> None:
+        """Call ``go_back``, which differentiates."""
+
+
+@dataclass(eq=False)
+class ChainComputing:
+    """Calls the layers of an ``nn.Sequential``. As in one process, they get random numbers of their
+    own, and are recomputed as one segment or several."""
+
+    layers: Layers
+    skips: PartitionSkips
+    recomputed: int
+
+    def forward(self, i: int, x: Value) -> Value:
+        """Call the layers of the partition."""
+        if isinstance(x, Carried) != bool(self.skips):  # skips begin here, or ended before
+            x = Carried(x, ()) if self.skips else x.value
+        segments = self.layers.segments(i, None) if i < self.recomputed else None
+        return self.layers.forward(i, segments, x)
+
+    def backward(self, i: int, go_back: Callable[[], Any]) -> None:
+        """Differentiate under the random numbers of the backward."""
+        self.layers.backward(i, go_back)
+
+
 @dataclass(eq=False)
 class RankPartition:
     """One partition in one mini-batch."""
 
     module: StageModule
     place: Place
-    layers: Layers
+    computing: Computing
     batch: RankBatch
-    skips: PartitionSkips
-    inputs: Sequence[Value]
-    """The input of each micro-batch; used by the first partition."""
     stats: PartitionStats | None
     arrived: dict[int, Arrived] = field(default_factory=dict)
     """The values that came from the partition before, by micro-batch."""
@@ -150,13 +186,13 @@ class RankPartition:
     def _forward(self, action: Action, tensors: Tensors) -> Tensors:
         i, arrived = action.i, self.arrived.get(action.i)
         if arrived is None:
-            x = moved(self.inputs[i], self.place.device)
+            x = moved(self.batch.inputs[i], self.place.device)
         else:
             x = _entered(arrived.rebuild(tensors))
         handed_on: Shared = {}
         with self._observed(action):
             with NOTHING if self.stats is None else self.stats.collecting():
-                compute = partial(self._call_layers, i)
+                compute = partial(self.computing.forward, i)
                 if arrived is not None and arrived.shared:
                     y = compute_watching(arrived.shared, handed_on.update, compute, x)
                 else:
@@ -166,12 +202,6 @@ class RankPartition:
             ys, rebuild = tensors_of(y)
             self._left.update(rebuild=rebuild, handed_on=handed_on)
             return ys
-
-    def _call_layers(self, i: int, x: Value) -> Value:
-        if isinstance(x, Carried) != bool(self.skips):  # skips begin here, or ended before
-            x = Carried(x, ()) if self.skips else x.value
-        segments = self.layers.segments(i, None) if i < self.batch.recomputed else None
-        return self.layers.forward(i, segments, x)
 
     def _compute_loss(self, i: int, y: Value) -> Tensor:
         """Keep the output of the last partition; return its loss, or zero in an evaluation."""
@@ -191,7 +221,7 @@ class RankPartition:
         if batch.is_wrapped or not batch.is_failed:
             with self._noting_errors(action, raises=batch.is_wrapped or batch.is_sharded):
                 with self._observed(action):
-                    self.layers.backward(i, go_back)
+                    self.computing.backward(i, go_back)
 
     def zero(self, tensors: Tensors) -> Tensor:
         """Return a zero computed from all tensors for which a gradient is expected."""

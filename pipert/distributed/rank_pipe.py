@@ -12,20 +12,17 @@ from contextlib import AbstractContextManager
 from typing import Any, Self
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from pipert._typing import Device, Value
-from pipert.distributed.rank_agreement import Agreement
 from pipert.distributed.rank_gradients import check_tied, norm_of_all, tie
-from pipert.distributed.rank_parts import device_of, parts_of
-from pipert.distributed.rank_reports import RankSettings, Site, StepArguments
+from pipert.distributed.rank_parts import RankParts, Where, check_settings, parts_of
+from pipert.distributed.rank_reports import CallArguments, RankSettings, StepArguments
 from pipert.distributed.rank_run import RankRuntime
 from pipert.distributed.rank_timeline import record
-from pipert.distributed.torch_schedules import check_schedule
 from pipert.layers.batchnorm import check_batch_norm
-from pipert.model.settings import check_checkpoint, check_chunks
+from pipert.model.settings import check_chunks
 from pipert.model.split import check_balance, check_module, require_balance
 from pipert.observe.observers import Observer
 from pipert.skip.verify import verify_skippables
@@ -38,7 +35,134 @@ __all__ = ["Pipe"]
 Wrap = Callable[[nn.Sequential], nn.Module | None]
 
 
-class Pipe(nn.Module):
+class RankPipe(nn.Module):
+    """A model over the ranks of a process group: what all kinds of models have in common."""
+
+    _runtime: RankRuntime
+    _settings: RankSettings
+
+    def _begin(self, where: Where, parts: RankParts, wrap: Wrap | None) -> None:
+        """Tie the weights that ranks share, wrap the partitions, and make the runtime."""
+        site = where.site(parts.placement)
+        tied = tie(parts.shared, site)
+        with site.agreement.agreeing():
+            wrapped = {j: wrap and wrap(part) or part for j, part in parts.modules.items()}
+            check_tied(tied, parts.modules.values())
+        self._runtime = RankRuntime(site, parts, wrapped, tied)
+
+    @property
+    def chunks(self) -> int:
+        """The number of micro-batches, at most. May be assigned between calls, on all ranks."""
+        return self._settings.chunks
+
+    @chunks.setter
+    def chunks(self, chunks: int) -> None:
+        self._settings = self._settings._replace(chunks=check_chunks(chunks))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Value:
+        """Run a mini-batch forward without a graph, for evaluation.
+
+        Args:
+            *args: as in :meth:`pipert.Pipe.forward`, on the first rank; ignored on others.
+            **kwargs: likewise.
+
+        Returns:
+            The outputs on the last rank; ``None`` on others.
+
+        Raises:
+            RankError: another rank failed.
+            Exception: as :meth:`pipert.Pipe.forward`.
+        """
+        with torch.no_grad():
+            return self._runtime.run(CallArguments(args, kwargs, None), self._settings, None)[1]
+
+    def forward_backward(
+        self,
+        *args: Any,
+        loss_fn: LossFunction | None = None,
+        target: Value = None,
+        microbatches: Iterable[Any] | None = None,
+        reduction: str = "mean",
+        denominator: float | Tensor | None = None,
+        loss_scale: float | Tensor | torch.amp.GradScaler | None = None,
+        return_outputs: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """Run a mini-batch forward and backward; add its gradients to this rank's ``.grad``.
+
+        Gradients are added once all ranks have succeeded: a mini-batch that fails changes none.
+
+        Args:
+            *args: as in :meth:`pipert.Pipe.forward`, on the first rank; ignored on others.
+            **kwargs: likewise.
+            loss_fn, target, denominator: as in :meth:`pipert.Pipe.forward_backward`, on the last
+                rank; targets and denominators of others are ignored.
+            microbatches: as in :meth:`pipert.Pipe.forward_backward`, instead of arguments, where
+                these count; on other ranks any list. ``target`` then has an entry for each.
+            reduction, loss_scale: likewise; the same on all ranks.
+            return_outputs: whether to return the outputs as well, on the last rank.
+
+        Returns:
+            The loss of the mini-batch on every rank, unscaled and without a graph; with
+            ``return_outputs`` a pair of it and the outputs, which only the last rank has.
+
+        Raises:
+            RankError: another rank failed.
+            Exception: as :meth:`pipert.Pipe.forward_backward`.
+        """
+        step = StepArguments(loss_fn, target, reduction, denominator, loss_scale, return_outputs)
+        arguments = CallArguments(args, kwargs, microbatches)
+        loss, outputs = self._runtime.run(arguments, self._settings, step)
+        return (loss, outputs) if return_outputs else loss
+
+    def record(self) -> AbstractContextManager[Timeline]:
+        """Record the tasks of all ranks in the block, as :meth:`pipert.Pipe.record` does.
+
+        All ranks enter and leave the block, and get the same timeline at its end, with a lane for
+        each rank. Its report says which rank waited for which.
+        """
+        return record(self._runtime)
+
+    def statistics(self) -> Statistics:
+        """Return this rank's counts of runs, as :meth:`pipert.Pipe.statistics` does."""
+        return Statistics(**self._runtime.counters.read(), workers=())
+
+    def add_observer(self, observer: Observer) -> None:
+        """Tell ``observer`` about this rank's runs and tasks from now on."""
+        self._runtime.counters.add_observer(observer)
+
+    def remove_observer(self, observer: Observer) -> None:
+        """Stop telling ``observer``."""
+        self._runtime.counters.remove_observer(observer)
+
+    def train(self, mode: bool = True) -> Self:
+        """As in ``nn.Module``."""
+        super().train(mode)
+        for part in self._runtime.wrapped.values():
+            part.train(mode)
+        return self
+
+    def grad_norm(self, norm_type: float = 2.0) -> Tensor:
+        """Return the norm of the gradients on all ranks of the pipeline, which all call it.
+
+        A parameter that several ranks share counts once. To clip:
+        ``clip_grads_with_norm_(pipe.parameters(), max_norm, pipe.grad_norm())``.
+
+        Raises:
+            ValueError: ``norm_type`` is not positive, or differs between ranks.
+            RankError: another rank failed.
+        """
+        copies = {tied.parameter for tied in self._runtime.tied if not tied.is_first}
+        grads = [p.grad for p in self.parameters() if p.grad is not None and p not in copies]
+        return norm_of_all(grads, norm_type, self._runtime.site)
+
+    def extra_repr(self) -> str:
+        """Say which partitions are here."""
+        here, site = list(self._runtime.parts.modules), self._runtime.site
+        return f"partitions {here} of {len(site.homes)}, on {site.device}"
+
+
+class Pipe(RankPipe):
     """An ``nn.Sequential`` split over the ranks of a process group, a partition on each.
 
     All ranks make it of the same model with the same arguments, and call it together. Each keeps
@@ -74,8 +198,6 @@ class Pipe(nn.Module):
         RankError: another rank failed.
     """
 
-    _runtime: RankRuntime
-
     def __init__(
         self,
         module: nn.Sequential,
@@ -90,143 +212,28 @@ class Pipe(nn.Module):
         wrap: Wrap | None = None,
     ) -> None:
         super().__init__()
-        if not dist.is_initialized():
-            raise RuntimeError(
-                "there is no process group; start with torchrun and call "
-                "torch.distributed.init_process_group() first"
-            )
-        if mesh is None:
-            device_type = "cuda" if dist.get_backend() == "nccl" else "cpu"
-            mesh = init_device_mesh(device_type, (dist.get_world_size(),))
-        if mesh.ndim > 2:
-            raise ValueError(
-                f"mesh must have one dimension, or two: the pipeline's and the data-parallel one's;"
-                f" got {mesh}"
-            )
-        agreement, group = Agreement(mesh.mesh.flatten().tolist()), mesh.get_group(0)
-        ranks = dist.get_process_group_ranks(group)
-        with agreement.agreeing() as layouts:
-            own_device = device_of(mesh, device)
+        where = Where(mesh, device)
+        with where.agreement.agreeing() as layouts:
             check_module(module)
             verify_skippables(module)
             balance = require_balance(balance)
             check_balance(module, balance)
-            default = "except_last" if schedule == "gpipe" else "never"
-            chosen = check_checkpoint(checkpoint) or default
-            schedule = check_schedule(schedule, len(balance), len(ranks), chosen)
             check_batch_norm(module, deferred_batch_norm, stacklevel=3)
-            settings = check_chunks(chunks), chosen, schedule, bool(deferred_batch_norm)
-            self._settings = RankSettings(*settings)
-            parts = parts_of(module, balance, schedule, ranks, own_device)
-            layouts.append((balance, settings, parts.layout))
-        agreement.require_same("arguments and layers", layouts)
-        replicas = mesh.mesh.reshape(len(ranks), -1).T.sort().values
-        index, last = agreement.ranks.index, parts.placement[-1]
-        ends = [(index(each[0]), index(each[last])) for each in replicas.tolist()]
-        homes = [ranks[k] for k in parts.placement]
-        site = Site(agreement, group, homes, ends, own_device)
+            given = chunks, schedule, checkpoint, deferred_batch_norm
+            self._settings = check_settings(*given, len(balance), len(where.ranks))
+            parts = parts_of(module, balance, self._settings.schedule, where.ranks, where.device)
+            layouts.append((balance, self._settings, parts.layout))
+        where.agreement.require_same("arguments and layers", layouts)
         for part in parts.modules.values():
             self._modules.update(part._modules)
-        tied = tie(parts.shared, site)
-        with agreement.agreeing():
-            wrapped = {j: wrap and wrap(part) or part for j, part in parts.modules.items()}
-            check_tied(tied, self)
         self.training = module.training
         self._elsewhere = module._modules.keys() - self._modules.keys()
-        self._runtime = RankRuntime(site, parts, wrapped, tied)
-
-    @property
-    def chunks(self) -> int:
-        """The number of micro-batches, at most. May be assigned between calls, on all ranks."""
-        return self._settings.chunks
-
-    @chunks.setter
-    def chunks(self, chunks: int) -> None:
-        self._settings = self._settings._replace(chunks=check_chunks(chunks))
+        self._begin(where, parts, wrap)
 
     @property
     def partitions(self) -> tuple[nn.Sequential, ...]:
         """The partitions of this rank."""
         return tuple(self._runtime.parts.modules.values())
-
-    def forward(self, *args: Any, **kwargs: Any) -> Value:
-        """Run a mini-batch forward without a graph, for evaluation.
-
-        Args:
-            *args: as in :meth:`pipert.Pipe.forward`, on the first rank; ignored on others.
-            **kwargs: likewise.
-
-        Returns:
-            The outputs on the last rank; ``None`` on others.
-
-        Raises:
-            RankError: another rank failed.
-            Exception: as :meth:`pipert.Pipe.forward`.
-        """
-        with torch.no_grad():
-            return self._runtime.run(args, kwargs, self._settings, None)[1]
-
-    def forward_backward(
-        self,
-        *args: Any,
-        loss_fn: LossFunction | None = None,
-        target: Value = None,
-        reduction: str = "mean",
-        denominator: float | Tensor | None = None,
-        loss_scale: float | Tensor | torch.amp.GradScaler | None = None,
-        return_outputs: bool = False,
-        **kwargs: Any,
-    ) -> Any:
-        """Run a mini-batch forward and backward; add its gradients to this rank's ``.grad``.
-
-        Gradients are added once all ranks have succeeded: a mini-batch that fails changes none.
-
-        Args:
-            *args: as in :meth:`pipert.Pipe.forward`, on the first rank; ignored on others.
-            **kwargs: likewise.
-            loss_fn, target, denominator: as in :meth:`pipert.Pipe.forward_backward`, on the last
-                rank; targets and denominators of others are ignored.
-            reduction, loss_scale: likewise; the same on all ranks.
-            return_outputs: whether to return the outputs as well, on the last rank.
-
-        Returns:
-            The loss of the mini-batch on every rank, unscaled and without a graph; with
-            ``return_outputs`` a pair of it and the outputs, which only the last rank has.
-
-        Raises:
-            RankError: another rank failed.
-            Exception: as :meth:`pipert.Pipe.forward_backward`.
-        """
-        step = StepArguments(loss_fn, target, reduction, denominator, loss_scale, return_outputs)
-        loss, outputs = self._runtime.run(args, kwargs, self._settings, step)
-        return (loss, outputs) if return_outputs else loss
-
-    def record(self) -> AbstractContextManager[Timeline]:
-        """Record the tasks of all ranks in the block, as :meth:`pipert.Pipe.record` does.
-
-        All ranks enter and leave the block, and get the same timeline at its end, with a lane for
-        each rank. Its report says which rank waited for which.
-        """
-        return record(self._runtime)
-
-    def statistics(self) -> Statistics:
-        """Return this rank's counts of runs, as :meth:`pipert.Pipe.statistics` does."""
-        return Statistics(**self._runtime.counters.read(), workers=())
-
-    def add_observer(self, observer: Observer) -> None:
-        """Tell ``observer`` about this rank's runs and tasks from now on."""
-        self._runtime.counters.add_observer(observer)
-
-    def remove_observer(self, observer: Observer) -> None:
-        """Stop telling ``observer``."""
-        self._runtime.counters.remove_observer(observer)
-
-    def train(self, mode: bool = True) -> Self:
-        """As in ``nn.Module``."""
-        super().train(mode)
-        for part in self._runtime.wrapped.values():
-            part.train(mode)
-        return self
 
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(value, nn.Module):  # its parameters would be listed, but nobody would call it
@@ -242,22 +249,3 @@ class Pipe(nn.Module):
         """As in ``nn.Module``; from the whole model's state it takes this rank's part."""
         own = {k: v for k, v in state_dict.items() if k.split(".")[0] not in self._elsewhere}
         return super().load_state_dict(own, strict, assign)
-
-    def grad_norm(self, norm_type: float = 2.0) -> Tensor:
-        """Return the norm of the gradients on all ranks of the pipeline, which all call it.
-
-        A parameter that several ranks share counts once. To clip:
-        ``clip_grads_with_norm_(pipe.parameters(), max_norm, pipe.grad_norm())``.
-
-        Raises:
-            ValueError: ``norm_type`` is not positive, or differs between ranks.
-            RankError: another rank failed.
-        """
-        copies = {tied.parameter for tied in self._runtime.tied if not tied.is_first}
-        grads = [p.grad for p in self.parameters() if p.grad is not None and p not in copies]
-        return norm_of_all(grads, norm_type, self._runtime.site)
-
-    def extra_repr(self) -> str:
-        """Say which partitions are here."""
-        here, site = list(self._runtime.parts.modules), self._runtime.site
-        return f"partitions {here} of {len(site.homes)}, on {site.device}"

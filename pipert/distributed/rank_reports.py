@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,9 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipert._typing import Value
-from pipert.batch.microbatch import scatter_with_sizes
+from pipert.batch.microbatch import batch_of_step, ready, scatter_with_sizes
 from pipert.batch.tensors import tensors_of
 from pipert.distributed.rank_agreement import Agreement
+from pipert.distributed.rank_boundary import Arrived, Parcel, pack, transfers
 from pipert.layers.compiling import refuse_compilation
 from pipert.layers.parametrized import compute_cached
 from pipert.layers.random_numbers import next_seed
@@ -62,6 +63,62 @@ class StepArguments(NamedTuple):
     keep_outputs: bool
 
 
+class Inputs(NamedTuple):
+    """The inputs of the micro-batches."""
+
+    values: list[Value]
+    sizes: Sequence[int]
+    """The number of rows in each; 1 if they came ready."""
+    parcel: Parcel | None
+    """The same, as the first rank sends them to all others, if it does."""
+
+    def for_all(self, device: torch.device, is_sent: bool) -> Inputs:
+        """Return these inputs on a device, for all ranks, to which they may be sent.
+
+        Raises:
+            ValueError: an argument requires grad.
+        """
+        tensors, rebuild = tensors_of(self.values)
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+            raise ValueError(
+                "an argument requires grad, but all ranks use the arguments of any model, and no "
+                "rank would have its whole gradient; compute it in the model, or pass its detach()"
+            )
+        values = rebuild(tuple([tensor.detach().to(device) for tensor in tensors]))
+        return Inputs(values, self.sizes, pack(values, {}) if is_sent else None)
+
+    def exchanged(self, site: Site, header: bytes) -> list[Value]:
+        """Return the first rank's inputs, which all ranks of the pipeline exchange."""
+        mine = self.parcel is not None
+        tensors = self.parcel.tensors if self.parcel is not None else ()
+        arrived = Arrived(header, site.device, tensors)
+        with site.agreement.talking():
+            for sent in transfers(dist.isend, arrived.tensors, site.homes[0], site.group):
+                dist.broadcast(sent.tensor, site.homes[0], group=site.group)
+        found: list[Value] = self.values if mine else arrived.rebuild(tuple(arrived.tensors))
+        return found
+
+
+class CallArguments(NamedTuple):
+    """The arguments of one call, or micro-batches that are ready."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    microbatches: Iterable[Any] | None
+
+    def split(self, chunks: int) -> Inputs:
+        """Return the inputs of the micro-batches.
+
+        Raises:
+            TypeError, ValueError: as :meth:`pipert.Pipe.forward_backward`.
+        """
+        if self.microbatches is None:
+            values, sizes = scatter_with_sizes(self.args, self.kwargs, chunks)
+            return Inputs(values, sizes, None)
+        batch = batch_of_step(self.args, self.kwargs, None, chunks, self.microbatches, True)
+        return Inputs(batch.inputs, [1] * len(batch.inputs), None)
+
+
 class RankReport(NamedTuple):
     """What a rank tells the others before a mini-batch."""
 
@@ -75,30 +132,34 @@ class RankReport(NamedTuple):
     """The number of rows in each micro-batch, from the first rank."""
     target_sizes: Sequence[int] = ()
     """Likewise of the target, if it has rows, from the last rank."""
+    header: bytes = b""
+    """What describes the arguments of all micro-batches, from a first rank that shares them."""
 
 
 def prepare(
     site: Site,
     modules: Mapping[int, nn.Module],
-    args: Any,
-    kwargs: Any,
+    inputs_of: str,
+    arguments: CallArguments,
     settings: RankSettings,
     step: StepArguments | None,
     tied: dict[int, bool],
-) -> tuple[RankReport, list[Value], Callable[[Sequence[int]], Loss] | None]:
+) -> tuple[RankReport, Inputs, Callable[[Sequence[int]], Loss] | None]:
     """Check what this rank has for a mini-batch, and split it into micro-batches.
 
     Returns:
-        The report; the input of each micro-batch, on the first rank; and on the last one of a step
-        what makes the loss, from the number of rows in each micro-batch.
+        The report; the input of each micro-batch, where this rank's count; and on the last one of a
+        step what makes the loss, from the number of rows in each micro-batch.
     """
     refuse_compilation()
     refuse_transforms()
     compute_cached(modules.values())
     device, chunks = site.device, settings.chunks
-    inputs, sizes, target_sizes = list[Value](), list[int](), list[int]()
-    if 0 in modules:
-        inputs, sizes = scatter_with_sizes(args, kwargs, chunks)
+    inputs, target_sizes = Inputs([], [], None), list[int]()
+    if 0 in modules or inputs_of == "everywhere":
+        inputs = arguments.split(chunks)
+        if inputs_of != "first":
+            inputs = inputs.for_all(device, is_sent=inputs_of == "shared")
     kind, loss_of_sizes = "forward", None
     if step is not None:
         function, scale = check_step(step.loss_fn, step.reduction), scale_of(step.scale, [device])
@@ -108,19 +169,26 @@ def prepare(
         kind = f"forward_backward with reduction={step.reduction!r} and loss_scale={shown}"
     if step is not None and len(site.homes) - 1 in modules:
         denominator, reduction = denominator_of(step.denominator, [device]), step.reduction
-        targets, target_sizes = scatter_with_sizes((step.target,), {}, chunks)
-        has_rows = any(tensor.dim() for tensor in tensors_of(step.target)[0])
+        is_split = arguments.microbatches is None
+        if is_split or step.target is None:
+            targets, target_sizes = scatter_with_sizes((step.target,), {}, chunks)
+            has_rows = any(tensor.dim() for tensor in tensors_of(step.target)[0])
+        else:
+            targets, has_rows = list(ready(step.target, "target")), True
+            target_sizes = [1] * len(targets)
         target_sizes = target_sizes if has_rows else []
 
         def make_loss(sizes: Sequence[int]) -> Loss:
-            each = targets if has_rows else targets * len(sizes)
+            each = targets if has_rows else targets[:1] * len(sizes)
             return loss_of(function, each, sizes, reduction, denominator, scale)
 
         loss_of_sizes = make_loss
     mode = "training" if any(m.training for m in modules.values()) else "evaluation"
     autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
-    in_common = kind, mode, f"autocast={autocast}", *settings
-    report = RankReport(in_common, tied, next_seed(), sizes, target_sizes)
+    is_ready = "micro-batches" if arguments.microbatches is not None else "arguments"
+    in_common = kind, is_ready, mode, f"autocast={autocast}", *settings
+    header = b"" if inputs.parcel is None else inputs.parcel.header
+    report = RankReport(in_common, tied, next_seed(), inputs.sizes, target_sizes, header)
     return report, inputs, loss_of_sizes
 
 

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from pipert.distributed.rank_gradients import EarlierGradients, TiedParameter, s
 from pipert.distributed.rank_partition import RankBatch, RankPartition
 from pipert.distributed.rank_parts import RankParts
 from pipert.distributed.rank_reports import (
+    CallArguments,
     RankReport,
     RankSettings,
     Site,
@@ -37,6 +38,7 @@ from pipert.distributed.torch_schedules import make_schedule
 from pipert.layers.batchnorm import DeferredStats
 from pipert.layers.call import Layers, RandomLayers
 from pipert.layers.drawing import draws
+from pipert.layers.effects import Effects
 from pipert.layers.place import Place
 from pipert.layers.random_numbers import RunSeed
 from pipert.observe.notifier import Counters
@@ -65,21 +67,25 @@ class RankRuntime:
         self._schedules: dict[tuple[str, int, bool], tuple[Any, list[RankStage]]] = {}
 
     def run(
-        self, args: Any, kwargs: Any, settings: RankSettings, step: StepArguments | None
+        self, arguments: CallArguments, settings: RankSettings, step: StepArguments | None
     ) -> tuple[Tensor | None, Value]:
         """Run a mini-batch: forward, and backward if it is a step.
 
         Returns:
-            The loss of a step, and the outputs if they are wanted and this is the last rank.
+            The loss of a step, and the outputs if they are wanted and this is the last rank: of
+            micro-batches that came ready a list with the output of each.
         """
-        agreement, modules = self.site.agreement, self.parts.modules
+        agreement, modules, model = self.site.agreement, self.parts.modules, self.parts.model
         with agreement.agreeing("a mini-batch") as reports:
             tied = {one.number: one.parameter.requires_grad for one in self.tied}
-            given = args, kwargs, settings, step, tied
-            report, inputs, make_loss = prepare(self.site, modules, *given)
+            given = arguments, settings, step, tied
+            report, own, make_loss = prepare(self.site, modules, model.inputs, *given)
             reports.append(report)
         check(self.site, reports)
         first: RankReport = agreement.of(self.site.homes[0], reports)
+        inputs = own.values
+        if model.inputs == "shared":
+            inputs = own.exchanged(self.site, first.header)
         m, n = len(first.sizes), len(self.site.homes)
         planned = plan_call(m, n, range(n)) if step is None else plan("gpipe", m, n)
         with self.counters.open(planned) as notifier:
@@ -88,17 +94,18 @@ class RankRuntime:
                 leaves = inputs if step is None else [leaf_inputs(x) for x in inputs]
                 batch = RankBatch(
                     first.sizes,
+                    leaves,
                     0 if step is None else recomputed(settings.checkpoint, m),
                     RunSeed(first.seed),
                     notifier,
                     self._context(),
                     None if make_loss is None else make_loss(first.sizes),
                     keep_outputs=step is None or step.keep_outputs,
+                    is_ready=arguments.microbatches is not None,
                     is_wrapped=any(self.wrapped[j] is not part for j, part in modules.items()),
                     is_sharded=bool(self._sharded),
                 )
-                partitions = self._partitions(batch, leaves, stats)
-                loss, outputs = self._go(settings.schedule, partitions, batch, step is not None)
+                loss, outputs = self._go(settings.schedule, batch, stats, step is not None)
                 notifier.outcome = "succeeded"
             except Exception:  # an interrupt leaves it cancelled
                 notifier.outcome = "failed"
@@ -116,24 +123,42 @@ class RankRuntime:
         return context
 
     def _partitions(
-        self, batch: RankBatch, inputs: Sequence[Value], stats: DeferredStats | None
+        self, batch: RankBatch, stats: DeferredStats | None
     ) -> dict[int, RankPartition]:
         """Make the objects that compute this rank's partitions in this mini-batch."""
         partitions, m, n = {}, len(batch.sizes), len(self.site.homes)
         for k, (j, module) in enumerate(self.parts.modules.items()):
-            skips = self.parts.skips[j]
             place = Place(j, n, m, self.site.device, self.parts.before[j])
+            skips = self.parts.skips[j]
             about = module, place, batch.context, skips, batch.notifier, batch.effects
             draws_loss = place.is_last and batch.loss is not None and batch.loss.draws
             layers = Layers(*about)
             if draws_loss or draws(module):
                 layers = RandomLayers(batch.seed, *about)
             own_stats = None if stats is None else stats.partitions[k]
-            partitions[j] = RankPartition(module, place, layers, batch, skips, inputs, own_stats)
+            computing = self.parts.model.computing(place, layers, batch)
+            partitions[j] = RankPartition(module, place, computing, batch, own_stats)
         return partitions
 
+    def _prepare(self, batch: RankBatch, name: str) -> None:
+        """Let the model prepare for the micro-batches, with a forward of each that needs one."""
+        agreement, model = self.site.agreement, self.parts.model
+        with agreement.agreeing() as reports:
+            reports.append(model.prepare(batch))
+        for i in sorted(set().union(*reports)):
+            alone = replace(
+                batch, sizes=[batch.sizes[i]], inputs=[batch.inputs[i]], recomputed=0, loss=None,
+                keep_outputs=False, sent=[], effects=Effects(at_end=True), records=[None],
+            )  # fmt: skip
+            # With a graph, which shows what layers keep elsewhere than in what they return.
+            with torch.enable_grad(), model.unchanged():
+                with agreement.agreeing():
+                    schedule, stages = self._schedule(name, 1, False)
+                self._run_schedule(schedule, stages, self._partitions(alone, None), alone)
+            model.note(batch, i, agreement.agree(alone.seen, *alone.take_failure()))
+
     def _go(
-        self, name: str, partitions: dict[int, RankPartition], batch: RankBatch, is_step: bool
+        self, name: str, batch: RankBatch, stats: DeferredStats | None, is_step: bool
     ) -> tuple[Tensor | None, Value]:
         """Run torch's schedule, and accumulate gradients if all ranks succeeded.
 
@@ -144,9 +169,10 @@ class RankRuntime:
         # Also in a forward: a new stage of torch drops the gradients of sharded parameters.
         earlier = EarlierGradients(self.wrapped.values())
         try:
+            self._prepare(batch, name)
             with agreement.agreeing():
                 schedule, stages = self._schedule(name, len(batch.sizes), is_step)
-            self._run_schedule(schedule, stages, partitions, batch)
+            self._run_schedule(schedule, stages, self._partitions(batch, stats), batch)
             loss, outputs = self._result(batch)
             own = batch.seed.used, loss.dtype
             ended = agreement.agree(own, *batch.take_failure())
@@ -213,7 +239,8 @@ class RankRuntime:
                     raise without_grad()
                 loss = batch.loss.of_mini_batch(torch.stack([batch.losses[i] for i in m]))
             if len(batch.outputs) == len(m):
-                outputs = gather([batch.outputs[i] for i in m], batch.sizes)
+                outputs = [batch.outputs[i] for i in m]
+                outputs = outputs if batch.is_ready else gather(outputs, batch.sizes)
         except Exception as error:
             batch.fail(error, None)
         return loss, outputs

@@ -1,0 +1,207 @@
+"""Describes tensors of other ranks, and computes their shapes: the vocabulary of a ``replay``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from pipert._torch import pytree
+from pipert.any_model.checkpointed_calls import objects_in, refuse_changes
+from pipert.any_model.intercept import _METADATA
+from pipert.batch.tensors import describe
+from pipert.errors import PipertError
+
+__all__ = ["ReplayError"]
+
+META = torch.device("meta")
+Name = tuple[int, int]
+"""Of a tensor: the event that made it, and its index among the results."""
+
+DEVICES: frozenset[Any] = frozenset(
+    getattr(Tensor, name).__get__ for name in ("device", "is_meta", "is_cuda", "is_cpu")
+)
+OF_META = _METADATA - DEVICES | {Tensor.is_signed, torch.is_floating_point, torch.is_complex}
+"""Functions that are the same of a placeholder."""
+
+
+class ReplayError(PipertError):
+    """A model does what no rank can repeat without the values that are on another rank."""
+
+    needs_values = False
+    """Whether a recording with values, by all ranks together, may succeed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """A tensor in the result of a layer, as the header describes it."""
+
+    name: Name
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    def placeholder(self) -> Tensor:
+        """Return a meta tensor like the one described."""
+        empty = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=META)
+        return empty.requires_grad_(self.requires_grad and torch.is_grad_enabled())
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """The ``k``-th tensor of a layer's arguments, which the layer returns as it is."""
+
+    k: int
+
+
+@dataclass(slots=True, eq=False)
+class Header:
+    """What a partition tells the next one of a micro-batch, besides tensors."""
+
+    names: list[Name]
+    """Of the tensors that cross."""
+    calls: dict[int, tuple[str, Any]]
+    """For each event that was a call of a layer, its name and the structure of its result."""
+    made: dict[Name, int]
+    """The partition that made each tensor."""
+    dtypes: dict[Name, torch.dtype]
+    """Those of results of the own code, which may differ on meta under autocast."""
+
+
+class Record(NamedTuple):
+    """What a recording has found."""
+
+    crossing: Sequence[Sequence[Name]]
+    """For each partition the names that it sends on."""
+    structure: Any
+    """That of the model's output; ``None`` if unknown."""
+
+
+class Cuts(NamedTuple):
+    """A model's layers, and where its partitions begin."""
+
+    model: nn.Module
+    names: Sequence[str]
+    """The cuts, in the order of their calls."""
+    layers: dict[nn.Module, str]
+    begins: dict[nn.Module, int]
+    """The partition that each cut begins."""
+
+    @property
+    def n(self) -> int:
+        """The number of partitions."""
+        return len(self.names) + 1
+
+
+def on_meta(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[int, Tensor]]:
+    """Call a torch function with meta tensors in place of real ones.
+
+    Returns:
+        The result; and by the id of its meta tensor each real one that the function would change.
+    """
+    if func in (Tensor.cpu, Tensor.cuda):
+        return args[0], {}
+    if func in (Tensor.__getitem__, Tensor.__setitem__):  # a real mask has its number of rows
+        args = (args[0], _as_numbers(args[1]), *args[2:])
+    metas: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def meta(x: Any) -> Any:
+        if isinstance(x, Tensor) and not x.is_meta:
+            if id(x) not in metas:
+                empty = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=META)
+                metas[id(x)] = x, empty
+            return metas[id(x)][1]
+        return META if isinstance(x, torch.device) or func is Tensor.to and type(x) is str else x
+
+    args, kwargs = pytree.tree_map(meta, (tuple(args), dict(kwargs)))
+    if kwargs.get("device") is not None:
+        kwargs["device"] = META
+    with torch.no_grad():
+        y = func(*args, **kwargs)
+    return y, {id(empty): real for real, empty in metas.values() if empty._version}
+
+
+def called(func: Any) -> str:
+    """Return the name of a torch function."""
+    return str(getattr(func, "__name__", func))
+
+
+def _as_numbers(index: Any) -> Any:
+    """Return an index whose real masks are replaced by the numbers of the rows they select."""
+    found: list[Any] = []
+    for item in index if isinstance(index, tuple) else (index,):
+        is_mask = isinstance(item, Tensor) and item.dtype == torch.bool and not item.is_meta
+        found += item.nonzero(as_tuple=True) if is_mask else [item]
+    return tuple(found) if isinstance(index, tuple) or len(found) != 1 else found[0]
+
+
+@contextmanager
+def refuse_changed_arguments(layer: str, values: Sequence[Any]) -> Iterator[None]:
+    """Refuse a layer that is called in the block and changes an object that it is given."""
+    objects, sizes = objects_in(values), [_size(value) for value in values]
+    yield
+    changed = [v for v, size in zip(values, sizes, strict=True) if _size(v) != size]
+    try:
+        refuse_changes(objects)
+    except RuntimeError:
+        changed += [value for value, _ in objects]
+    if changed:
+        raise ReplayError(
+            f"the layer {layer!r} changes an argument, a {type(changed[0]).__qualname__}, which "
+            "other ranks would not see; avoid that (models of transformers take use_cache=False)"
+        )
+
+
+def _size(value: Any) -> int:
+    return len(value) if isinstance(value, list | dict) else 0
+
+
+def modules_in(values: Sequence[Any]) -> list[nn.Module]:
+    """Return the modules that a layer is given, such as an embedding whose weight a head uses."""
+    return [value for value in values if isinstance(value, nn.Module)]
+
+
+@contextmanager
+def forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Let ``forward`` take the place of the module's in the block; hooks stay."""
+    before = module.__dict__.get("forward")
+    module.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
+        del module.__dict__["forward"]
+        if before is not None:
+            module.__dict__["forward"] = before
+
+
+def unseen(phase: int, tensor: Tensor) -> ReplayError:
+    """Return the error for a tensor of the own code that no event has made."""
+    return ReplayError(
+        f"the model's own code in partition {phase} uses a tensor, {describe(tensor)}, that was "
+        "made unseen: inside of a layer that does not return it, such as an auxiliary loss or "
+        "attention weights that a hook collects, in a compiled function, or in a "
+        "torch.autograd.Function. Return it from the layer, or make the function a module with "
+        "parameters"
+    )
+
+
+def written_elsewhere(function: str) -> ReplayError:
+    """Return the error for memory of inputs' tensors that has been written under another name."""
+    return ReplayError(
+        f"the model's own code has written a value of a layer, in {function}, into memory that it "
+        "uses under another name, such as a view: another rank would not see the change. Write "
+        "into a clone, or make the view after the change"
+    )
+
+
+def elsewhere(j: int, what: str) -> ReplayError:
+    """Return the error for a parameter that the recording has not seen in partition ``j``."""
+    return ReplayError(
+        f"partition {j} uses a parameter or buffer of another partition, {what}; when the model "
+        "was recorded with the example, it did not: give an example that takes the same way"
+    )

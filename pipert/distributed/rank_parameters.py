@@ -1,0 +1,215 @@
+"""Gives each rank its own parameters, of any model, and no others."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipert.model.split import sequential
+
+__all__ = ["empty_parameters"]
+
+Load = Callable[[str], Tensor | None] | str | os.PathLike[str]
+META = torch.device("meta")
+_lock = threading.Lock()
+
+
+@contextmanager
+def empty_parameters() -> Iterator[None]:
+    """Build models in the block with parameters that take no memory; buffers get their values.
+
+    Give the model to :func:`pipert.distributed.pipeline` with ``load=``: each rank then holds only
+    its own parameters, at any time. Initialising a parameter does nothing. Parameters are tied as
+    usual. Not for several threads at once: another one that enters waits.
+
+    >>> with pipert.distributed.empty_parameters():
+    ...     layer = torch.nn.Linear(2, 2)
+    >>> layer.weight.device.type
+    'meta'
+    """
+    with _lock:
+        register = nn.Module.register_parameter
+
+        def on_meta(self: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+            if parameter is not None and not parameter.is_meta:
+                kind = type(parameter)
+                made = kind(parameter.detach().to(META), requires_grad=parameter.requires_grad)
+                parameter = made
+            register(self, name, parameter)
+
+        setattr(nn.Module, "register_parameter", on_meta)  # noqa: B010
+        try:
+            yield
+        finally:
+            setattr(nn.Module, "register_parameter", register)  # noqa: B010
+
+
+def loader(load: Load | None) -> Callable[[str], Tensor | None]:
+    """Return a function that returns the value of a parameter by its name.
+
+    Raises:
+        TypeError: ``load`` is neither a function nor a path.
+        ValueError: the folder has no safetensors files.
+    """
+    if load is None:
+        return lambda _: None
+    if callable(load):
+        return load
+    if not isinstance(load, str | os.PathLike):
+        raise TypeError(f"load must be a function of a name, or a path, got {load!r}")
+    path = Path(load)
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    if not files or not all(file.is_file() for file in files):
+        raise ValueError(f"load must be a folder with .safetensors files, or such a file: {path}")
+    found: dict[str, tuple[Path, int, dict[str, Any]]] = {}
+    for file in files:
+        found.update(_entries(file))
+    return lambda name: _read(*found[name]) if name in found else None
+
+
+def _entries(file: Path) -> Iterator[tuple[str, tuple[Path, int, dict[str, Any]]]]:
+    """Yield the names in a safetensors file, each with where its tensor is.
+
+    The format: eight bytes with the size of the header, the header in JSON, the tensors' bytes.
+    """
+    with file.open("rb") as opened:
+        size = int.from_bytes(opened.read(8), "little")
+        header = json.loads(opened.read(size))
+    for name, about in header.items():
+        if name != "__metadata__":
+            yield name, (file, 8 + size, about)
+
+
+def _read(file: Path, start: int, about: dict[str, Any]) -> Tensor:
+    dtype = _DTYPES[about["dtype"]]
+    begin, end = about["data_offsets"]
+    if begin == end:
+        return torch.empty(about["shape"], dtype=dtype)
+    with file.open("rb") as opened:
+        whole = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
+    flat = torch.frombuffer(whole, dtype=torch.uint8, count=end - begin, offset=start + begin)
+    return flat.clone().view(dtype).reshape(about["shape"])
+
+
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U8": torch.uint8, "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+
+
+def materialise(
+    model: nn.Module, own: set[nn.Parameter], device: torch.device, load: Load | None
+) -> dict[nn.Parameter, nn.Parameter]:
+    """Put this rank's parameters on its device; put all others on the meta device.
+
+    Args:
+        model: the model, changed in place.
+        own: this rank's parameters.
+        device: this rank's. Buffers of all ranks go there, since the model's own code may use them.
+        load: the values of parameters and of buffers that belong to the state. ``None`` keeps those
+            there are; parameters on meta then get memory without values.
+
+    Returns:
+        The new parameter for each one that was replaced.
+
+    Raises:
+        ValueError: ``load`` has no value for a parameter without one, or one of another shape.
+    """
+    value_of = loader(load)
+    names = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[parameter].append(name)
+    new: dict[nn.Parameter, nn.Parameter] = {}
+    missing = []
+    for parameter, called in names.items():
+        if parameter in own:
+            value = next((v for name in called if (v := value_of(name)) is not None), None)
+            if value is not None:
+                value = _fitting(value, parameter, called[0])
+            elif parameter.is_meta and load is not None:
+                missing.append(called[0])
+            made = parameter if value is None else value
+            made = torch.empty_like(made, device=device) if made.is_meta else made.to(device)
+        else:
+            made = parameter.detach().to(META)
+        if made is not parameter:
+            kind = type(parameter)
+            new[parameter] = kind(made.detach(), requires_grad=parameter.requires_grad)
+    if missing:
+        raise ValueError(f"load has no values for the parameters {missing}")
+    for prefix, module in model.named_modules():
+        tables = module._parameters
+        tables.update({k: new[p] for k, p in tables.items() if p is not None and p in new})
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                path = f"{prefix}.{name}" if prefix else name
+                is_state = name not in module._non_persistent_buffers_set
+                value = value_of(path) if is_state else None
+                if value is None and buffer.is_meta:
+                    raise ValueError(
+                        f"the buffer {path!r} is on the meta device, without a value; build the "
+                        "model in pipert.distributed.empty_parameters()"
+                    )
+                module._buffers[name] = (buffer if value is None else value).to(device)
+    return new
+
+
+def _fitting(value: Tensor, parameter: nn.Parameter, name: str) -> Tensor:
+    if value.shape != parameter.shape:
+        shapes = f"{tuple(value.shape)}, but the parameter has {tuple(parameter.shape)}"
+        raise ValueError(f"load returned a tensor of shape {shapes}: {name!r}")
+    return value.detach().to(parameter.dtype)
+
+
+def own_tree(
+    model: nn.Module, own: set[nn.Parameter], layers: set[nn.Module], elsewhere: set[nn.Module]
+) -> nn.Module:
+    """Return modules with this rank's ``layers``, parameters and buffers, under the plain names.
+
+    Containers are plain modules there, since the model's own have parts of other ranks, too. Of the
+    layers ``elsewhere`` there are only parameters that this rank shares.
+    """
+    tree = nn.Module()
+    tree.training = model.training
+    for name, parameter in model._parameters.items():
+        if parameter is not None and parameter in own:
+            tree._parameters[name] = parameter
+    if model not in elsewhere:
+        tree._buffers = model._buffers
+        tree._non_persistent_buffers_set = model._non_persistent_buffers_set
+    for name, child in model._modules.items():
+        if child in layers:
+            tree._modules[name] = child
+        elif child is not None:
+            part = own_tree(child, own, layers, elsewhere)
+            if part._parameters or part._buffers or part._modules:
+                tree._modules[name] = part
+    return tree
+
+
+def stage_modules(
+    names: dict[nn.Module, str], layers: dict[nn.Module, set[int]],
+    uses: dict[nn.Parameter, set[int]], own: list[int], training: bool, kind: Any,
+) -> dict[int, Any]:  # fmt: skip
+    """Return for each of this rank's partitions a module of its layers and other parameters."""
+    found = {}
+    for j in own:
+        called = {name: layer for layer, name in names.items() if j in layers[layer]}
+        module = sequential(called, training, kind)
+        here = set(module.parameters())
+        rest = [p for p, used in uses.items() if j in used and p not in here]
+        module._parameters.update({f"own.{k}": p for k, p in enumerate(rest)})
+        found[j] = module
+    return found

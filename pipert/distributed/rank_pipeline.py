@@ -1,0 +1,208 @@
+"""Provides ``pipert.distributed.pipeline``: any ``nn.Module`` over several processes."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import Any, Self
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+
+from pipert._typing import Device
+from pipert.balance.by_calls import choose_cuts
+from pipert.batch.microbatch import Arguments, arguments_of
+from pipert.distributed.rank_parameters import Load, materialise, own_tree, stage_modules
+from pipert.distributed.rank_partition import StageModule, moved
+from pipert.distributed.rank_parts import RankParts, Where, check_settings, layout_of, shared_of
+from pipert.distributed.rank_pipe import RankPipe, Wrap
+from pipert.distributed.replay_model import ReplayModel
+from pipert.distributed.replay_plan import ReplayPlan, cuts_of
+from pipert.distributed.torch_schedules import ranks_of
+from pipert.layers.batchnorm import check_batch_norm
+from pipert.layers.intercepted import intercept, release
+from pipert.pipes.base import PipeBase
+from pipert.skip.routes import PartitionSkips
+from pipert.skip.verify import declarations
+
+__all__ = ["ModulePipe", "pipeline"]
+
+
+def pipeline(
+    model: nn.Module,
+    cuts: Iterable[str] | None = None,
+    *,
+    example: Any,
+    partitions: int | None = None,
+    mesh: DeviceMesh | None = None,
+    device: Device | None = None,
+    chunks: int = 1,
+    schedule: str = "1f1b",
+    checkpoint: str | None = None,
+    deferred_batch_norm: bool | None = None,
+    load: Load | None = None,
+    inputs: str = "first",
+    wrap: Wrap | None = None,
+) -> ModulePipe:
+    """Split any module over the ranks of a process group, without rewriting it.
+
+    All ranks make it of the same model with the same arguments, and call it together. Each rank
+    runs the model's own forward, but computes only its own partitions.
+
+    >>> pipe = pipert.distributed.pipeline(module, cuts=[], example=x)  # doctest: +SKIP
+    >>> loss = pipe.forward_backward(x, target=target, loss_fn=loss_fn)  # doctest: +SKIP
+
+    Args:
+        model: the module, changed in place: parameters of other ranks lose their values, and go to
+            the meta device. To never have them, build it in :func:`empty_parameters`.
+        cuts: as in :func:`pipert.pipeline`; one cut fewer than there are ranks, or with
+            ``'interleaved'`` one fewer than a multiple of them.
+        example: arguments of the model, such as a micro-batch, the same on all ranks: a dict of
+            keyword arguments, a tuple of positional ones, or a tensor. The model is run on the
+            meta device with it, to find where each parameter belongs.
+        partitions: the number of partitions, instead of ``cuts``; the first rank measures the
+            model with the example to find cuts. The parameters must have values.
+        mesh, device, chunks, schedule, checkpoint, deferred_batch_norm, wrap: as in
+            :class:`pipert.distributed.Pipe`.
+        load: the values of parameters: a function that returns that of a name as a tensor, or
+            ``None`` if it has none; or the path of a safetensors file, or of a folder of such
+            files. Each rank asks for its own names. Default: values as they are; parameters on
+            the meta device get memory without values.
+        inputs: ``'first'`` (default): the first rank's arguments are sent to all ranks;
+            ``'everywhere'``: each rank has the same arguments.
+
+    Raises:
+        ValueError: as :func:`pipert.pipeline`; or the ranks were given different arguments, or the
+            schedule does not fit the number of partitions, or a parameter has no value to load.
+        TypeError: as :func:`pipert.pipeline`.
+        ReplayError: the model's own code needs a value that is on another rank.
+        RankError: another rank failed.
+    """
+    where = Where(mesh, device)
+    with where.agreement.agreeing() as chosen:
+        cuts = _check(model, cuts, partitions, example, inputs)
+        if cuts is None and partitions is not None and dist.get_rank() == where.ranks[0]:
+            if any(parameter.is_meta for parameter in model.parameters()):
+                raise ValueError(
+                    "partitions are found by measuring the model, whose parameters are on the meta "
+                    "device; give cuts, such as those of a model with fewer layers"
+                )
+            cuts = choose_cuts(model, partitions, example)
+        chosen.append(cuts)
+    found = where.agreement.of(where.ranks[0], chosen) if cuts is None else cuts
+    pipe = ModulePipe.__new__(ModulePipe)
+    nn.Module.__init__(pipe)
+    given = chunks, schedule, checkpoint, deferred_batch_norm
+    pipe._make(where, model, found, example, given, load, inputs, wrap)
+    return pipe
+
+
+def _check(
+    model: Any, cuts: Iterable[str] | None, partitions: int | None, example: Any, inputs: str
+) -> list[str] | None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module, got {model!r}")
+    if isinstance(model, PipeBase | RankPipe):
+        raise TypeError("model is a pipe already; make another one of the module it was made of")
+    if inputs not in ("first", "everywhere"):
+        raise ValueError(f"inputs must be 'first' or 'everywhere', got {inputs!r}")
+    if example is None:
+        raise TypeError(
+            "example must be given: arguments like those of a micro-batch, the same on all ranks"
+        )
+    if (cuts is None) == (partitions is None):
+        raise ValueError(f"give cuts or partitions, and one of them: {cuts!r} and {partitions!r}")
+    if any(unit for unit in declarations(nn.Sequential(model))):
+        raise TypeError(
+            "the model has layers that stash and pop skips, which are for an nn.Sequential; pass "
+            "the tensors in the model's own code, or make a pipert.distributed.Pipe"
+        )
+    if cuts is None or isinstance(cuts, str):
+        return cuts  # type: ignore[return-value]
+    return list(cuts)
+
+
+class ModulePipe(RankPipe):
+    """Any ``nn.Module`` over the ranks of a process group. Made by :func:`pipeline`.
+
+    ``parameters()`` and ``state_dict()`` return this rank's part, under the plain module's names.
+    Arguments are as in :func:`pipert.pipeline`; each rank needs them, so those of the first rank
+    are sent to all others, or are everywhere.
+    """
+
+    module: nn.Module
+    """The model. On this rank, parameters of other ranks are on the meta device."""
+
+    def _make(
+        self, where: Where, model: nn.Module, names: Iterable[str], example: Any,
+        given: tuple[int, str, str | None, bool | None],
+        load: Load | None, inputs: str, wrap: Wrap | None,
+    ) -> None:  # fmt: skip
+        agreement, ranks = where.agreement, where.ranks
+        with agreement.agreeing() as layouts:
+            cuts = cuts_of(model, names)
+            check_batch_norm(model, given[-1], stacklevel=4)
+            self._settings = check_settings(*given, cuts.n, len(ranks))
+            placement = ranks_of(self._settings.schedule, cuts.n, len(ranks))
+            self._cuts, self._layout = list(cuts.names), layout_of(model)
+            layouts.append((self._cuts, self._settings, inputs, self._layout))
+        agreement.require_same("arguments and layers", layouts)
+        with agreement.agreeing() as found:
+            intercept(cuts.layers)
+            weakref.finalize(self, release, list(cuts.layers)).atexit = False
+            plan = ReplayPlan(cuts, where.device)
+            arguments = arguments_of(example)
+            plan.place(moved(Arguments(*arguments), where.device))
+            found.append(plan.places())
+        agreement.require_same("example", found)
+        me = ranks.index(dist.get_rank())
+        own = [j for j, home in enumerate(placement) if home == me]
+        with agreement.agreeing():
+            here = {p for p, used in plan.uses.items() if not used.isdisjoint(own)}
+            called = {layer for layer, used in plan.layers.items() if not used.isdisjoint(own)}
+            others = {m for layer in plan.layers.keys() - called for m in layer.modules()}
+            others -= {m for layer in called for m in layer.modules()}
+            new = materialise(model, here, where.device, load)
+            plan.uses = {new.get(p, p): used for p, used in plan.uses.items()}
+            here = {new.get(p, p) for p in here}
+        modules = stage_modules(
+            cuts.layers, plan.layers, plan.uses, own, model.training, StageModule
+        )
+        n, shared = cuts.n, shared_of(plan.uses, placement, ranks)
+        replayed = ReplayModel(plan, "shared" if inputs == "first" else inputs)
+        skips = [PartitionSkips((), (), {})] * n
+        parts = RankParts(replayed, placement, modules, skips, [""] * n, shared, self._layout)
+        self.__dict__["module"] = model
+        tree = own_tree(model, here, called, others)
+        self._parameters, self._buffers, self._modules = (
+            tree._parameters, tree._buffers, tree._modules,
+        )  # fmt: skip
+        self._non_persistent_buffers_set = tree._non_persistent_buffers_set
+        self._own_names = {*self.state_dict()}
+        self.training = model.training
+        self._begin(where, parts, wrap)
+        with agreement.agreeing():
+            if any(isinstance(layer, FSDPModule) for layer in model.modules()):
+                raise ValueError(
+                    "wrap has sharded layers by fully_shard, which any model cannot have over "
+                    "ranks; use DistributedDataParallel, or a pipert.distributed.Pipe"
+                )
+
+    @property
+    def cuts(self) -> list[str]:
+        """The names of the modules with which the partitions after the first begin."""
+        return list(self._cuts)
+
+    def train(self, mode: bool = True) -> Self:
+        """As in ``nn.Module``; the model's own modules of other ranks as well."""
+        self.module.train(mode)
+        return super().train(mode)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """As in ``nn.Module``; from the whole model's state it takes this rank's part."""
+        own = {name: value for name, value in state_dict.items() if name in self._own_names}
+        return super().load_state_dict(own, strict, assign)

@@ -1,0 +1,553 @@
+"""Tests what a replay draws, refuses and shares, and faults of any model over ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict_loader import load as load_into
+from torch.distributed.checkpoint.state_dict_saver import save as save_as
+
+from pipert import distributed
+from tests.distributed.launcher import endings, in_sweep, run
+from tests.distributed.own_models import (
+    MODELS,
+    Tied,
+    build,
+    layer,
+    loss_in_output,
+    tied_batch,
+    unet_batch,
+)
+from tests.distributed.test_any_model import check, step
+
+FOUR = [
+    ("interleaved", "never"), ("interleaved", "always"), ("InterleavedZeroBubble", "never"),
+    ("ZBVZeroBubble", "never"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("schedule, checkpoint", FOUR)
+@pytest.mark.parametrize("name", MODELS)
+def test_several_partitions_on_a_rank(name: str, schedule: str, checkpoint: str) -> None:
+    rows = [8, 10]
+    check(name, run(2, step, name, 4, schedule, checkpoint, rows), rows)
+
+
+@pytest.mark.parametrize("name", ["unet", in_sweep("tied")])
+def test_four_ranks(name: str) -> None:
+    check(name, run(4, step, name, 4, "1f1b", "except_last", [8, 6]), [8, 6])
+
+
+# Random numbers -----------------------------------------------------------------------------------
+
+
+class Noisy(Tied):
+    """Draws in layers, in its own code, and by whether to skip a block."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.3)
+        self.blocks = nn.ModuleList([nn.Sequential(layer(8), nn.Dropout(0.2)) for _ in range(4)])
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> dict[str, Any]:
+        h = self.dropout(self.embed(ids)) + torch.randn(8)
+        for k, block in enumerate(self.blocks):
+            if k == 1 or torch.rand(()) < 0.7 or k == 2:
+                h = h + block(h)
+        h = F.dropout(h, 0.2, self.training)
+        logits = self.head(self.norm(h))
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), torch.ones(ids.numel()).long())}
+
+
+def noisy(rank: int, schedule: str, checkpoint: str) -> list[Any]:
+    torch.manual_seed(0)
+    model = Noisy()
+    cuts = ["blocks.1", "blocks.2", "norm"]
+    pipe = distributed.pipeline(
+        model, cuts, example={"ids": tied_batch(2)["ids"]}, chunks=4, schedule=schedule,
+        checkpoint=checkpoint,
+    )  # fmt: skip
+    torch.manual_seed(7)
+    given: dict[str, Any] = {"ids": tied_batch(8)["ids"]}
+    losses = [pipe.forward_backward(**given, loss_fn=loss_in_output) for _ in range(3)]
+    grads = {name: p.grad for name, p in pipe.named_parameters(remove_duplicate=False)}
+    return [losses, grads]
+
+
+def test_random_numbers_are_the_same_on_however_many_ranks_and_when_recomputed() -> None:
+    found = [
+        run(1, noisy, "interleaved", "never"), run(2, noisy, "interleaved", "always"),
+        run(4, noisy, "1f1b", "never"),
+    ]  # fmt: skip
+    (losses, grads), *_ = found[0]
+    assert len({loss.item() for loss in losses}) == 3
+    for each in found[1:]:
+        for other_losses, others in each:
+            torch.testing.assert_close(losses, other_losses)
+            for name, grad in others.items():
+                torch.testing.assert_close(grad, grads[name])
+
+
+# Arguments, state, evaluation ---------------------------------------------------------------------
+
+
+def variously(rank: int) -> list[Any]:
+    """Ready micro-batches of several lengths, everywhere, and a saved safetensors-like load."""
+    names: list[str] = []
+    plain = build("tied").state_dict()
+
+    def load(name: str) -> Tensor:
+        names.append(name)
+        value: Tensor = plain[name]
+        return value
+
+    with distributed.empty_parameters():
+        model = Tied()
+    assert all(p.is_meta for p in model.parameters())
+    example = tied_batch(2)
+    pipe = distributed.pipeline(
+        model, ["blocks.2"], example=example, load=load, inputs="everywhere", chunks=3
+    )
+    ready = [tied_batch(2, length) for length in (4, 7, 5)]
+    loss = pipe.forward_backward(microbatches=ready, loss_fn=loss_in_output)
+    norm = pipe.grad_norm()
+    held = sum(p.numel() for p in model.parameters() if not p.is_meta)
+    pipe.eval()
+    return [loss, norm, sorted(set(names)), held, pipe(**tied_batch(5))]
+
+
+def test_ready_micro_batches_everywhere_and_parameters_by_rank() -> None:
+    plain = build("tied")
+    parts = [plain(**tied_batch(2, length))["loss"] for length in (4, 7, 5)]
+    loss = torch.stack(parts).mean()
+    torch.autograd.backward(loss)
+    grads = [p.grad.flatten() for p in plain.parameters() if p.grad is not None]
+    found = run(2, variously)
+    for other, norm, names, held, _ in found:
+        torch.testing.assert_close(other, loss.detach())
+        torch.testing.assert_close(norm, torch.cat(grads).norm())
+        assert held < sum(p.numel() for p in plain.parameters())
+        assert len(names) < len(plain.state_dict())
+    whole = {name for _, _, names, *_ in found for name in names}
+    assert whole | {"head.weight"} >= set(plain.state_dict())
+    torch.testing.assert_close(found[1][4]["logits"], plain(**tied_batch(5))["logits"].detach())
+
+
+def saves(rank: int, folder: str, cuts: list[str], schedule: str, loads: bool) -> Any:
+    torch.manual_seed(3 if loads else 0)
+    pipe = distributed.pipeline(Tied(), cuts, example=tied_batch(2), schedule=schedule)
+    if not loads:
+        save_as(pipe.state_dict(), checkpoint_id=folder)
+        return pipe.state_dict()
+    state = pipe.state_dict()
+    load_into(state, checkpoint_id=folder)
+    pipe.load_state_dict(state)
+    return pipe.state_dict()
+
+
+def test_a_saved_state_is_loaded_into_another_number_of_ranks(tmp_path: Path) -> None:
+    plain, folder = build("tied").state_dict(), str(tmp_path)
+    run(2, saves, folder, ["blocks.2"], "1f1b", False)
+    for state in run(2, saves, folder, ["blocks.1", "blocks.2", "norm"], "interleaved", True):
+        for name, value in state.items():
+            torch.testing.assert_close(value, plain[name], rtol=0, atol=0)
+
+
+def autocasts(rank: int) -> list[Any]:
+    pipe = distributed.pipeline(build("unet"), ["middle"], example=unet_batch(2), chunks=2)
+    given: dict[str, Any] = unet_batch(4)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = pipe.forward_backward(**given, loss_fn=MODELS["unet"][3])
+    return [loss, {name: p.grad for name, p in pipe.named_parameters()}]
+
+
+def test_autocast() -> None:
+    plain = build("unet")
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = MODELS["unet"][3](plain(**unet_batch(4)), None)
+    torch.autograd.backward(loss)
+    named = dict(plain.named_parameters())
+    for other, grads in run(2, autocasts):
+        torch.testing.assert_close(other, loss.detach(), rtol=1e-2, atol=1e-2)
+        for name, grad in grads.items():
+            torch.testing.assert_close(grad, named[name].grad, rtol=0.1, atol=0.02)
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.BatchNorm1d(4), nn.Linear(4, 4)
+        self.c = nn.BatchNorm1d(4, affine=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.b(self.a(x)) + self.c(x)
+        return y
+
+
+def defers(rank: int, deferred: bool) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    pipe = distributed.pipeline(
+        Normed(), ["b"], example=torch.randn(2, 4), chunks=4, deferred_batch_norm=deferred,
+        checkpoint="always",
+    )  # fmt: skip
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(1)) + 2
+    pipe.forward_backward(x, target=x, loss_fn=F.mse_loss)
+    return {name: buffer for name, buffer in pipe.named_buffers()}
+
+
+@pytest.mark.parametrize("deferred", [True, False])
+def test_running_statistics(deferred: bool) -> None:
+    plain = Normed()
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(1)) + 2
+    for rows in [x] if deferred else torch.split(x, 2):
+        plain(rows)
+    found = run(2, defers, deferred)
+    assert set().union(*found) == set(dict(plain.named_buffers()))
+    for each in found:
+        for name, buffer in each.items():
+            torch.testing.assert_close(buffer, plain.get_buffer(name))
+
+
+def shards(rank: int) -> str:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("stages", "copies"))
+
+    def wrap(partition: nn.Sequential) -> None:
+        for one in partition:
+            fully_shard(one, mesh=mesh["copies"])
+
+    with pytest.raises(ValueError, match="fully_shard") as caught:
+        distributed.pipeline(
+            build("unet"), ["middle"], example=unet_batch(2), mesh=mesh, wrap=wrap
+        )
+    return str(caught.value)
+
+
+def test_sharded_layers_are_refused() -> None:
+    assert all("fully_shard" in text for text in run(2, shards))
+
+
+def with_cache(rank: int) -> str:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=4,
+        num_attention_heads=2, pad_token_id=0, use_cache=True,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config).eval()
+    with pytest.raises((distributed.ReplayError, distributed.RankError)) as caught:
+        ids = tied_batch(2)["ids"]
+        distributed.pipeline(model, ["model.layers.2"], example={"input_ids": ids})
+    return str(caught.value)
+
+
+def test_a_cache_that_layers_fill_is_refused() -> None:
+    pytest.importorskip("transformers")
+    assert all("use_cache=False" in text for text in run(2, with_cache, seconds=50))
+
+
+# What is refused ----------------------------------------------------------------------------------
+
+
+class Chain(nn.Module):
+    """Two layers with something of the caller's between them."""
+
+    def __init__(self, between: Callable[[Any, Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.between = between
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.a(x)
+        h = self.between(self, x, h)
+        return self.c(self.b(h))
+
+
+class Keeping(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.kept = y.sum()
+        return y
+
+
+class Appending(nn.Linear):
+    def forward(self, x: Tensor, into: Any = None) -> Tensor:
+        if into is not None:
+            into.append(x)
+        return super().forward(x)
+
+
+def needs_value(model: Any, x: Tensor, h: Tensor) -> Any:
+    return h if h.mean() > 100 else h * 2
+
+
+def writes_into_view(model: Any, x: Tensor, h: Tensor) -> Any:
+    buffer = torch.zeros(2, *h.shape)
+    buffer[0].copy_(h)
+    return h + buffer.sum(0)
+
+
+def reads_kept(model: Any, x: Tensor, h: Tensor) -> Any:
+    return h * model.a.kept
+
+
+def changes_parameter(model: Any, x: Tensor, h: Tensor) -> Any:
+    with torch.no_grad():
+        model.a.weight.mul_(h.mean())
+    return h
+
+
+def in_checkpoint(model: Any, x: Tensor, h: Tensor) -> Any:
+    return torch.utils.checkpoint.checkpoint(model.b, h, use_reentrant=False)
+
+
+def appends(model: Any, x: Tensor, h: Tensor) -> Any:
+    return model.a(h, into=[])
+
+
+REFUSED: list[tuple[Callable[..., Any], str]] = [
+    (needs_value, "needs the value of a tensor"), (writes_into_view, "under another name"),
+    (reads_kept, "made unseen"), (changes_parameter, "changes a parameter"),
+    (in_checkpoint, "torch.utils.checkpoint"), (appends, "changes an argument"),
+]  # fmt: skip
+
+
+def refused(rank: int, between: Callable[..., Any]) -> str:
+    torch.manual_seed(0)
+    model = Chain(between)
+    if between is reads_kept:
+        model.a = Keeping(4, 4)
+    if between is appends:
+        model.a = Appending(4, 4)
+    x = torch.randn(4, 4)
+    try:
+        pipe = distributed.pipeline(model, ["b"], example=x, chunks=2)
+        pipe.forward_backward(x, target=x, loss_fn=F.mse_loss)
+    except distributed.ReplayError as error:
+        return str(error)
+    except distributed.RankError as error:
+        return str(error)
+    return "nothing was refused"
+
+
+@pytest.mark.parametrize("between, why", REFUSED, ids=lambda each: getattr(each, "__name__", None))
+def test_what_is_refused(between: Callable[..., Any], why: str) -> None:
+    for text in run(2, refused, between):
+        assert why in text
+
+
+class InPlace(nn.Module):
+    """Changes views of results of layers, before and after they cross."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        h[:, 0] += 1
+        buffer = torch.zeros_like(x)
+        buffer[:, 1:] = h[:, 1:]
+        y = self.b(h)
+        y[:, :2].add_(h[:, :2])
+        y.add_(buffer)
+        out: Tensor = self.c(y) + h
+        return out
+
+
+def works_in_place(rank: int) -> list[Any]:
+    torch.manual_seed(0)
+    x = torch.randn(4, 4)
+    pipe = distributed.pipeline(InPlace(), ["b"], example=x, chunks=2)
+    loss = pipe.forward_backward(x, target=x, loss_fn=F.mse_loss)
+    return [loss, {name: p.grad for name, p in pipe.named_parameters()}]
+
+
+def test_own_code_may_work_in_place() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 4)
+    plain = InPlace()
+    loss = F.mse_loss(plain(x), x)
+    torch.autograd.backward(loss)
+    named = dict(plain.named_parameters())
+    for other, grads in run(2, works_in_place):
+        torch.testing.assert_close(other, loss.detach())
+        for name, grad in grads.items():
+            torch.testing.assert_close(grad, named[name].grad)
+
+
+class Sharing(nn.Module):
+    """Changes one of two tensors that cross and share their memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        part = h[:, :2]
+        y = self.b(x)
+        part.mul_(2)
+        both: Tensor = y + h
+        return both
+
+
+def shares(rank: int) -> str:
+    x = torch.randn(4, 4)
+    pipe = distributed.pipeline(Sharing(), ["b"], example=x)
+    with pytest.raises(RuntimeError) as caught:
+        pipe.forward_backward(x, target=x, loss_fn=F.mse_loss)
+    return str(caught.value)
+
+
+def test_a_change_of_one_of_two_tensors_that_share_memory_is_refused() -> None:
+    assert all("share memory" in text for text in run(2, shares))
+
+
+def wrong_arguments(rank: int) -> list[str]:
+    found = []
+    x = torch.randn(4, 4)
+    changes: list[dict[str, Any]] = [
+        {"example": None}, {"inputs": "some"}, {"cuts": ["nowhere"]}, {"cuts": None},
+        {"chunks": 1 + rank}, {"load": "/nowhere"}, {"schedule": "interleaved", "cuts": ["b", "c"]},
+    ]  # fmt: skip
+    for more in changes:
+        given: dict[str, Any] = {"cuts": ["b"], "example": x} | more
+        try:
+            distributed.pipeline(Chain(lambda *a: a[2]), **given)
+        except Exception as error:
+            found.append(f"{type(error).__name__}: {error}")
+    pipe = distributed.pipeline(Chain(lambda *a: a[2]), ["b"], example=x)
+    try:
+        pipe.forward_backward(x.requires_grad_(), target=x.detach(), loss_fn=F.mse_loss)
+    except Exception as error:
+        found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+def test_wrong_arguments_are_refused() -> None:
+    expected = [
+        "example must be given", "inputs must be", "no module 'nowhere'", "give cuts or partitions",
+        "all ranks must give the same", "load must be a folder", "needs a multiple of the ranks",
+        "requires grad",
+    ]  # fmt: skip
+    for found in run(2, wrong_arguments):
+        assert len(found) == len(expected)
+        for text, why in zip(found, expected, strict=True):
+            assert why in text
+
+
+# Faults -------------------------------------------------------------------------------------------
+
+
+class Fault(RuntimeError):
+    """The fault of a test."""
+
+
+def fails(where: str, is_on: list[bool], j: int, *args: Any) -> Any:
+    if is_on[0] and where == "layer":
+        raise Fault(where)
+    if is_on[0] and where == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Faulty(Tied):
+    """Fails in its own code when told to, but not in recordings."""
+
+    is_on = False
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> dict[str, Any]:
+        if self.is_on:
+            raise Fault("own code")
+        return super().forward(ids, labels)
+
+
+def after_fault(rank: int, where: str, failing: int) -> list[Any]:
+    """A step that fails on one rank, then one that does not; or how the others end."""
+    torch.manual_seed(0)
+    model = Faulty()
+    pipe = distributed.pipeline(model, ["blocks.2"], example=tied_batch(2), chunks=4)
+    given: dict[str, Any] = tied_batch(8)
+    pipe.forward_backward(**given, loss_fn=loss_in_output)
+    before = {name: p.grad.clone() for name, p in pipe.named_parameters() if p.grad is not None}
+    is_on = [rank == failing]
+    hooked = model.blocks[0 if failing == 0 else 3]
+    hooked.register_forward_hook(partial(fails, where, is_on))
+    model.is_on = is_on[0] and where == "own code"
+
+    def loss_fn(y: Any, target: Any) -> Tensor:
+        if where == "loss":
+            raise Fault(where)
+        return loss_in_output(y, target)
+
+    try:
+        pipe.forward_backward(**given, loss_fn=loss_fn)
+    except (Fault, distributed.RankError) as error:
+        found = [type(error).__name__, str(error)]
+    if where == "killed":
+        return found
+    for name, p in pipe.named_parameters():
+        if name in before:
+            torch.testing.assert_close(p.grad, before[name], rtol=0, atol=0)
+    is_on[0] = model.is_on = False
+    return [*found, pipe.forward_backward(**given, loss_fn=loss_in_output)]
+
+
+@pytest.mark.parametrize(
+    "where, failing", [("layer", 0), ("layer", 1), ("own code", 0), ("own code", 1), ("loss", 1)]
+)
+def test_a_rank_that_raises_tells_all_and_the_next_step_works(where: str, failing: int) -> None:
+    found = run(2, after_fault, where, failing)
+    kinds = [kind for kind, *_ in found]
+    assert kinds[failing] == "Fault" and kinds[1 - failing] == "RankError"
+    assert where in found[1 - failing][1]
+    plain = build("tied")(**tied_batch(8))["loss"].detach()
+    for *_, loss in found:
+        torch.testing.assert_close(loss, plain)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_is_killed_ends_the_others(failing: int) -> None:
+    ended = endings(2, after_fault, "killed", failing, seconds=50, group=20)
+    assert ended[failing].exitcode == -signal.SIGKILL
+    assert ended[1 - failing].result[0] == "RankError"
+
+
+def replicas(rank: int) -> list[Any]:
+    """Two copies of a pipeline of two ranks, by DistributedDataParallel."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.nn.parallel import DistributedDataParallel
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stages", "copies"))
+
+    def wrap(partition: nn.Module) -> nn.Module:
+        return DistributedDataParallel(partition, process_group=mesh.get_group("copies"))
+
+    pipe = distributed.pipeline(
+        build("unet"), ["middle"], example=unet_batch(2), mesh=mesh, wrap=wrap, chunks=2
+    )
+    rows = slice(mesh.get_local_rank("copies"), None, 2)
+    given: dict[str, Any] = {name: value[rows] for name, value in unet_batch(8).items()}
+    pipe.forward_backward(**given, loss_fn=MODELS["unet"][3])
+    dist.barrier()
+    return [{name: p.grad for name, p in pipe.named_parameters()}]
+
+
+def test_copies_of_a_pipeline() -> None:
+    plain = build("unet")
+    torch.autograd.backward(MODELS["unet"][3](plain(**unet_batch(8)), None))
+    named = dict(plain.named_parameters())
+    for (grads,) in run(4, replicas):
+        for name, grad in grads.items():
+            torch.testing.assert_close(grad, named[name].grad)
