@@ -85,7 +85,7 @@ def generate(model: Any, batch: dict[str, Tensor], **options: Any) -> Tensor:
 
 
 def in_pipe(model: Any, cuts: list[str], devices: list[str] = CPUS) -> Any:
-    return pipert.pipeline(model, cuts, devices=devices, chunks=4)
+    return pipert.pipeline(model, cuts, devices=devices[: len(cuts) + 1], chunks=4)
 
 
 def step(model: Any, batch: dict[str, Tensor]) -> None:

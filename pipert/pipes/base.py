@@ -214,7 +214,7 @@ class PipeBase(Settings):
                 Nothing is split, so each may have shapes of its own; the mean is over their losses.
             step: in place of ``loss_fn``, only for :func:`pipert.pipeline`: called with each
                 micro-batch, calls the model, and returns the loss, or a pair of it and an output.
-            schedule: as in :class:`Pipe`, for this step. Default: :attr:`schedule`.
+            schedule: as in :class:`Pipe`, for this step. Default: that of the pipe.
             reduction: ``'mean'`` (default) if ``loss_fn`` takes the mean over the rows: then the
                 loss is that of the mini-batch, however it was split. ``'sum'`` adds the losses up.
             denominator: a number or a tensor of one element; then ``loss_fn`` returns sums, and the

@@ -118,8 +118,9 @@ def test_overlapping_values_without_gradients_change_as_in_the_plain_module(
 @pytest.mark.parametrize("guard", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("kind", OVERLAPPING)
 def test_a_change_behind_a_copy_is_refused(kind: str, guard: Any) -> None:
-    module, devices = between(*OVERLAPPING[kind]), ["cpu", "cuda:0", "cpu"]
+    module, places = between(*OVERLAPPING[kind]), ["cpu", "cuda:0", "cpu"]
     for balance in ([2, 3], [2, 1, 2]):
+        devices = places[: len(balance)]
         with guard(), Pipe(copy.deepcopy(module), balance, devices=devices, chunks=3) as pipe:
             with pytest.raises(RuntimeError, match="share memory"):
                 pipe(batch(7))

@@ -138,7 +138,7 @@ def test_resuming_with_another_model_shape_is_refused(
     ("options", "message"),
     [
         ("--balance 3,3", "[3, 3] adds up to 6 and the module has 4"),
-        ("--balance 1,1,2", "there are 3 partitions and 2 devices"),
+        ("--balance 1,1,2", "name 3 devices"),
         ("--balance two", "argument --balance: invalid integers value: 'two'"),
         ("--devices cpu,toaster", "argument --devices: 'cpu,toaster' must be like cpu,cpu"),
         ("--heads 3", "heads must divide width"),

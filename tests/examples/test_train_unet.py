@@ -77,7 +77,7 @@ def test_the_result_depends_on_the_seed_and_not_on_how_the_work_is_split(
     ("options", "message"),
     [
         ("--balance 3,3", "[3, 3] adds up to 6 and the module has 65"),
-        ("--balance 22,22,21", "there are 3 partitions and 2 devices"),
+        ("--balance 22,22,21", "name 3 devices"),
         ("--balance two", "argument --balance: invalid integers value: 'two'"),
         ("--devices cpu,toaster", "argument --devices: 'cpu,toaster' must be like cpu,cpu"),
         ("--channels 3", "channels must be even and 2 or more, not 3"),
