@@ -58,7 +58,7 @@ class _Checkpoint(torch.autograd.Function):
         ctx.materialize_grads = False
         ctx.segment = segment
         ctx.leaves = begins[len(xs) :]
-        return tuple(map(Tensor.detach, ys))
+        return tuple([*map(Tensor.detach, ys)])
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -138,7 +138,7 @@ class _Recompute(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.materialize_grads = False
         ctx.segments = segments
-        return tuple(map(Tensor.detach, ys))
+        return tuple([*map(Tensor.detach, ys)])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -64,7 +64,7 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, token: Tensor, *xs: Tensor) -> tuple[Tensor, ...]:
         ctx.materialize_grads = False
-        return tuple(map(Tensor.detach, xs))
+        return tuple([*map(Tensor.detach, xs)])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -75,7 +75,7 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, token: Tensor, *xs: Tensor) -> tuple[Tensor, ...]:
         ctx.materialize_grads = False
-        return tuple(map(Tensor.detach, xs))
+        return tuple([*map(Tensor.detach, xs)])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:

@@ -219,7 +219,7 @@ class Segment:
             xs = connect_inputs(gate, tuple(self._xs), xs)
             for k, x in zip(self._wanting, xs, strict=True):
                 tensors[k] = x
-        given = map(Tensor.clone, tensors) if self._copies else tensors
+        given = [*map(Tensor.clone, tensors)] if self._copies else tensors
         return self._rebuild(tuple(given)), xs
 
     def _compute(self, value: Value) -> Value:

@@ -260,11 +260,11 @@ class PipeBase(Settings):
         checkpointed = recomputed_in_each(chosen, m, n)
         planned = plan(schedule, m, n, self._runtime.workers, checkpointed)
         beside = cache(partial(weights_beside, self._partitions, (entry, loss_fn)))
-        run_step = Step(loss, return_outputs, beside)
+        run_step, keys = Step(loss, return_outputs, beside), keywords_of(inputs)
         try:
             total = self._step(inputs, planned, run_step, seconds, own)
         except TypeError as error:
-            explain_keywords(error, keywords_of(inputs))
+            explain_keywords(error, keys)
             if step is not None and microbatches is None and not (args or kwargs):
                 error.add_note("step got no micro-batch; give microbatches, or arguments to split")
             raise

@@ -144,7 +144,7 @@ def fail(*args: Any, **kwargs: Any) -> Any:
 def note_of(model: nn.Sequential, *args: Any, **kwargs: Any) -> str:
     """Returns the only note of the error that the last of two partitions raises."""
     balance = [len(model) - 1, 1] if len(model) > 1 else [1]
-    with Pipe(model, balance=balance, devices=["cpu"] * 2, chunks=2) as pipe:
+    with Pipe(model, balance=balance, devices=["cpu"] * len(balance), chunks=2) as pipe:
         with pytest.raises(ValueError) as info:
             pipe(*args, **kwargs)
     (note,) = info.value.__notes__
