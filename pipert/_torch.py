@@ -270,6 +270,10 @@ is_caching_parametrizations: Flag = partial(getattr, parametrize, "_cache_enable
 # Dispatch and thread-local objects ----------------------------------------------------------------
 
 schemas: Get = _or(lambda: None, "torch._C:_jit_get_all_schemas")
+autograd_key: Any = _or(None, "torch._C:DispatchKey.Autograd")
+higher_order: dict[str, Any] = _or({}, "torch._ops:_higher_order_ops")
+"""The operators such as ``torch.cond``, by name, each with its kernels. With the fallback, those of
+layers that run at the same time fail with torch's own errors."""
 
 WithoutFunctions: Any = _needed("torch._C:DisableTorchFunction")
 WithoutDispatch: Any = _needed("torch._C:_DisableTorchDispatch")

@@ -39,6 +39,7 @@ from pipert.layers.random_numbers import Turns, paused
 from pipert.model.data_parallel import refuse_data_parallel
 from pipert.observe.backward import makers
 from pipert.observe.notifier import Counters, Notifier
+from pipert.schedules.action import RECOMPUTE
 from pipert.schedules.plan import Plan, plan_call
 from pipert.skip import store
 from pipert.stage.assembly import Model
@@ -147,6 +148,7 @@ class Runtime:
         threads = self._threads()
         with self.counters.open(plan) as notifier:
             run = self._new_run(plan, notifier)
+            run.seed.is_concurrent = True
             posting = Posting(self.model.assemble(run, [x], None, None), self.pool.put)
             del x
             try:
@@ -231,6 +233,8 @@ class Runtime:
         if modes != self._modes or len(self.counters.live) < 2:  # this one is alone
             self._modes, self._turns = modes, run.seed.turns
         run.seed.turns = self._turns
+        overlap = plan.m > 1 or RECOMPUTE in plan.occurring_kinds
+        run.seed.is_concurrent |= overlap and len(set(self.workers)) > 1
         return run
 
     def _execute(

@@ -63,7 +63,10 @@ class RunSeed:
     If ``given`` was agreed on with other processes, it is the seed; the generator advances, too.
     """
 
-    __slots__ = ("_given", "_outer", "_states", "is_over", "number", "tried", "turns", "used")
+    __slots__ = (
+        "_given", "_outer", "_states", "is_concurrent", "is_over", "number", "tried", "turns",
+        "used",
+    )  # fmt: skip
 
     def __init__(self, given: int | None = None) -> None:
         self._outer = current_task()
@@ -78,6 +81,8 @@ class RunSeed:
         """The states of the CPU's generator that layers may have saved: of these first ones."""
         self.is_over = False
         """Whether the caller no longer waits for the run."""
+        self.is_concurrent = False
+        """Whether several workers may compute at once."""
         if given is not None:
             self.draw()  # also where no layer draws: the generators of all processes move alike
 

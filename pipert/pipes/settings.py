@@ -11,6 +11,7 @@ from pipert._torch import refuse_unsupported
 from pipert._typing import Value
 from pipert.autograd.order import begin_numbers
 from pipert.batch.tensors import tensors_of
+from pipert.layers.control_flow import refuse_at_once
 from pipert.model.settings import check_checkpoints, check_chunks, check_timeout
 from pipert.schedules.plan import Schedule, maker_of
 
@@ -39,6 +40,7 @@ class Settings(nn.Module):
         self._deferred_batch_norm = bool(deferred_batch_norm)
         self.timeout = timeout
         refuse_unsupported()
+        refuse_at_once()
 
     @property
     def chunks(self) -> int:
