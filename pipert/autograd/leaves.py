@@ -26,7 +26,7 @@ lookup need the interpreter's lock.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -108,13 +108,13 @@ _variable: Callable[[Any], Tensor] = attrgetter("variable")
 
 
 def origins(
-    ys: Iterable[Tensor], begins: Iterable[Node], made: range
+    ys: Iterable[Tensor], begins: Collection[tuple[Any, int]], made: range
 ) -> tuple[list[Tensor], bool] | None:
     """Returns the leaves of a task's graph, if the task is a function of them and its inputs alone.
 
     Args:
         ys: the outputs.
-        begins: the nodes at which the graph begins, one per input.
+        begins: the node and the number of its output at which the graph begins, for each input.
         made: the numbers of the nodes that the task created.
 
     Returns:
@@ -123,23 +123,29 @@ def origins(
         in the engine is seen: by hooks on the leaves, or by a reentrant checkpoint of torch, which
         refuses to be in a part of a backward.
     """
-    seen: set[Any] = {*begins, None}
+    stops = {node for node, _ in begins}
+    seen: set[Any] = {*stops, None}
     leaves = {id(y): y for y in ys if y.is_leaf}  # by id: to hash a tensor is a call into Python
     roots: dict[Any, None] = dict.fromkeys([y.grad_fn for y in ys])
     found = [node for node in roots if node not in seen]
     seen.update(found)
     accumulators: list[Any] = []
     accumulating, numbers = AccumulateGrad, list[int]()
+    if any((y.grad_fn, y.output_nr) not in begins for y in ys if y.grad_fn in stops):
+        return None
     for node in found:  # which grows
         number = sequence_nr(node)
         if number in made:
             numbers.append(number)
         elif not is_cast_of_leaf(node):
             return None
-        for child, _ in node.next_functions:
+        for edge in node.next_functions:
+            child = edge[0]
             if child not in seen:
                 seen.add(child)
                 (accumulators if type(child) is accumulating else found).append(child)
+            elif child in stops and edge not in begins:
+                return None  # another output of the node that made an input
     # Each thread counts its own nodes, so of two with the same number one is not the task's. If the
     # numbers do not tell, the pair is right as well: it differentiates all that it computes again.
     if len(set(numbers)) < len(numbers):

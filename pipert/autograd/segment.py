@@ -32,7 +32,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import GradientEdge
 
 from pipert._torch import node_count, tensor_hooks
 from pipert._typing import Tensors, Value
@@ -164,17 +164,17 @@ class Segment:
 
     def _save(
         self, tensors: Tensors, versions: list[int], made: dict[int, Made]
-    ) -> tuple[Tensors, Tensors, list[Node]]:
+    ) -> tuple[Tensors, Tensors, set[tuple[Any, int]]]:
         """Save the inputs as they are now (rule 4).
 
         Returns:
             The tensors to give the layers, the differentiable inputs, and for each of these the
-            node at which the segment's graph begins.
+            node and the number of its output at which the segment's graph begins.
         """
         self._origins: list[tuple[Segment, int] | None] = []
         self._tensors, self._versions = list[Tensor](), list[int]()
         self._wanting, self._xs = list[int](), list[Tensor]()
-        given, xs, begins = list[Tensor](), list[Tensor](), list[Node]()
+        given, xs, begins = list[Tensor](), list[Tensor](), set[tuple[Any, int]]()
         for k, (tensor, now) in enumerate(zip(tensors, versions, strict=True)):
             found = made.get(id(tensor))
             origin = found[2]() if found and found[0]() is tensor and found[1] == now else None
@@ -191,7 +191,7 @@ class Segment:
                 self._wanting.append(k)
                 self._xs.append(tensor if origin is None else proxy_of(tensor))
                 xs.append(tensor)
-                begins.append(own.grad_fn or order.edge_of(own).node)
+                begins.add((own.grad_fn or order.edge_of(own).node, own.output_nr))
         return tuple(given), tuple(xs), begins
 
     def _fresh(self, gate: Gate | None = None) -> tuple[Value, Tensors]:

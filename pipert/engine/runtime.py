@@ -229,10 +229,10 @@ class Runtime:
             self._streams.follow_the_caller(on_cuda)
         run = Run(plan, self.devices, context, self._streams, notifier, function)
         layers = map(dict.values, map(_MODULES, self.model.partitions))
-        modes = [*map(_MODE, chain.from_iterable(layers))]
+        modes, turns = [function, *map(_MODE, chain.from_iterable(layers))], self._turns
         if modes != self._modes or len(self.counters.live) < 2:  # this one is alone
-            self._modes, self._turns = modes, run.seed.turns
-        run.seed.turns = self._turns
+            self._modes, self._turns = modes, turns = modes, run.seed.turns
+        run.seed.turns = turns
         overlap = plan.m > 1 or RECOMPUTE in plan.occurring_kinds
         run.seed.is_concurrent |= overlap and len(set(self.workers)) > 1
         return run

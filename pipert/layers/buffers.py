@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from pipert._torch import is_lazy
 from pipert.batch.tensors import version
 from pipert.layers.modules import modules_of
+from pipert.layers.random_numbers import current_task, paused
 from pipert.workers.context import NOTHING
 
 _SMALL = 1 << 16  # elements; such a buffer is put aside even if nothing shows that it changes
@@ -65,15 +66,42 @@ def locked(layer: nn.Module, run: object) -> AbstractContextManager[object]:
         new = next(filter(None, map(_locks.get, modules)), threading.RLock())
         found = {_locks.setdefault(module, new) for module in modules}
         locks = _of_layers.setdefault(layer, sorted(found, key=id))
-    first: AbstractContextManager[object] = locks[0] if locks else NOTHING
-    return first if len(locks) < 2 else _under(locks)
+    if not locks:
+        return NOTHING
+    draws = current_task() is not None
+    first: AbstractContextManager[object] = _WithoutGenerators(locks[0]) if draws else locks[0]
+    return first if len(locks) < 2 else _under(map(_WithoutGenerators, locks))
 
 
 @contextmanager
-def _under(locks: Iterable[Any]) -> Iterator[None]:
+def _under(locks: Iterable[AbstractContextManager[object]]) -> Iterator[None]:
     with ExitStack() as stack:
         deque(map(stack.enter_context, locks), 0)
         yield
+
+
+class _WithoutGenerators:
+    """A block under a lock, for which nobody waits while he has a generator (G4)."""
+
+    __slots__ = ("_lock",)
+
+    def __init__(self, lock: Any) -> None:
+        self._lock = lock
+
+    def __enter__(self) -> None:
+        has_it = False
+        try:
+            has_it = self._lock.acquire(blocking=False)
+            if not has_it:
+                with paused():
+                    has_it = self._lock.acquire()
+        except BaseException:
+            if has_it:
+                self._lock.release()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
 
 
 class Buffers:

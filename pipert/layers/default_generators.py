@@ -10,8 +10,8 @@ that draws has it to itself: it seeds it, computes, and puts its old state back.
   task goes on afterwards. So the tasks are a stack.
 * **G3** whoever waits notices a task whose thread has died, or whose run was given up: such a task
   no longer counts, even if it is stuck in a layer.
-* **G4** nobody waits for another run, or for another generator out of order, while it has one
-  (``random_numbers.paused``).
+* **G4** nobody waits for another run, for a layer's lock, or for another generator out of order,
+  while it has one (``random_numbers.paused``).
 """
 
 from __future__ import annotations
@@ -64,8 +64,10 @@ class DefaultGenerator:
         with self._changed:
             if any([use.user is user for use in self._uses]):  # an interrupt came after it entered
                 return
-            while self._uses and not self._is_free_for(user):
+            while self._uses and not self._is_free_for(user) and not user.is_given_up:
                 self._changed.wait(_CHECK)
+            if user.is_given_up:
+                raise RuntimeError("the run was given up while this task waited for a generator")
             thread, before = threading.current_thread(), self.generator.get_state()
             self._uses.append(_Use(user, thread, before))
 

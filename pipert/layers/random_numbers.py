@@ -107,8 +107,8 @@ class RunSeed:
         """
         self.is_over = True
         states, self._states = self._states, None
-        if self._outer is not None:
-            self._outer.run.used |= self.used
+        if self._outer is not None and self.used:
+            self._outer.run.used = True
         if states is not None:
             self.tried.append(states[1])
             self._put_back(states[self.used])
@@ -243,7 +243,8 @@ class Draws:
             return
         with WithoutFunctions(), WithoutDispatch():
             has_drawn = not torch.equal(self._states[device], begun)
-        self.run.used |= has_drawn
+        if has_drawn:
+            self.run.used = True  # in one operation, as other workers do
         if device == CPU and has_drawn:
             self.run.turns[self._kind] = True
         elif device == CPU and is_done and not self._is_part:

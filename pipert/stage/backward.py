@@ -61,6 +61,16 @@ def differentiate_partition(
         return
     if graph.segments is not None:
         graph.segments.in_step = partial(differentiate_recomputed, cut, i)
+    try:
+        _differentiate(stage, cut, i, graph, ys, dys)
+    finally:
+        if graph.segments is not None:  # which a tensor that a layer keeps holds
+            graph.segments.in_step = None
+
+
+def _differentiate(
+    stage: Stage, cut: StepBoundary, i: int, graph: PartitionGraph, ys: Edges, dys: Sequence[Tensor]
+) -> None:
     ends = list(map(_node, ys))
     if cut.look is None:
         behind = leaves_behind(ends, [order.ENTRANCE], cut.numbers())

@@ -61,12 +61,12 @@ class CallBoundary:
     """Those of the current micro-batch, if it is checkpointed."""
     _callers: int = field(default_factory=node_count)  # whose nodes have numbers below this
 
-    def cross(self, i: int, x: Value, origin: int | None) -> Value:
+    def cross(self, i: int, x: Value, origin: int | None, is_skip: bool = False) -> Value:
         """Bring a value here from partition ``origin``, or the caller, for the layers."""
         copied = None
         if self.copies.come_in:
             x, copied = self.copies.copy(i, x, origin)
-        if self._token is not None and origin == self.copies.previous:  # not a skip
+        if self._token is not None and not is_skip:
             x = self._join(x)
         return x if copied is None else self.copies.wait(i, x, copied)
 

@@ -198,7 +198,8 @@ class Loss:
         try:
             if not self.draws:
                 return self._checked(self._function(output, target))
-            with Draws(seed, place.number_of_loss(i), place.device, ("loss", place.j)):
+            kind = f"loss {id(self._function)}", place.j  # callers at once may have others
+            with Draws(seed, place.number_of_loss(i), place.device, kind):
                 loss = self._function(output, target)
             return self._checked(loss)
         except BaseException as error:

@@ -152,7 +152,7 @@ class Stage:
         shared = find_shared(x if self.skips is None else Carried(x, tuple(skips)))
         self.shared = shared | self.run.handed_on.pop((i, self.place.j), {})
         for number, (_, k) in enumerate(self.arriving):
-            skips[number] = self.ends.cross(i, skips[number], k)
+            skips[number] = self.ends.cross(i, skips[number], k, is_skip=True)
         x = self.ends.cross(i, x, self.ends.copies.previous)
         return x if self.skips is None else Carried(x, tuple(skips))
 

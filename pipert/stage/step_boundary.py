@@ -72,7 +72,7 @@ class StepBoundary:
         self._callers = node_count()  # the caller's nodes have numbers below this
         self._first: int | None = None  # nodes made here have numbers from this on
 
-    def cross(self, i: int, x: Value, origin: int | None) -> Value:
+    def cross(self, i: int, x: Value, origin: int | None, is_skip: bool = False) -> Value:
         """Bring a value here from partition ``origin``, or the caller, and cut its graph."""
         if self._first is None:
             self._first = begin_numbers(self._callers)
