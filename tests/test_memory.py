@@ -150,7 +150,7 @@ def test_a_recomputation_finds_the_activations_of_its_partition_s_previous_one_g
         layers += [Watch(seen, counts), Tanh(seen), Tanh(seen), Tanh(Activations())]
     model = nn.Sequential(*layers)
     with Pipe(model, balance=[4, 4], devices=["cpu"] * 2, chunks=4, checkpoint="always") as pipe:
-        pipe(torch.randn(8, 3)).sum().backward()
+        pipe(torch.randn(8, 3, requires_grad=True)).sum().backward()
     assert counts == 8 * [0]
 
 

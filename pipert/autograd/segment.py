@@ -356,7 +356,7 @@ def _states(tensors: Tensors, with_hooks: bool) -> _States:
 
 
 def _refuse_changes(tensors: Tensors, before: _States, now: _States) -> None:
-    if before[1] != now[1]:
+    if before[0] == now[0]:
         raise RuntimeError(
             "a layer registers a hook on its argument, or retains its gradient, and would "
             "do so again when it is recomputed; do that with a clone in the layer, in the "

@@ -265,3 +265,49 @@ def test_changes_by_another_run_are_not_taken_for_the_model_s() -> None:
         assert in_second.wait(10)
         pipe(torch.full((4, 4), 2.0))  # the second run, which is looked at as well
         first.join()
+
+
+class Gated(nn.Module):
+    """A layer that multiplies by a tensor that the model sets on it."""
+
+    gate: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x) * self.gate
+        return y
+
+
+class HalfBeside(nn.Module):
+    """One half of an output is the layer's argument, the other half reaches it as an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.gated, self.last = nn.Linear(4, 8), Gated(), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        half, self.gated.gate = self.first(x).chunk(2, -1)
+        y: Tensor = self.last(self.gated(half))
+        return y
+
+
+@pytest.mark.parametrize("is_step", [False, True])
+def test_what_reaches_a_recomputed_layer_beside_its_argument_keeps_its_gradient(
+    is_step: bool,
+) -> None:
+    model, x = HalfBeside(), torch.randn(6, 4)
+    model(x).sum().backward()
+    expected = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    del model.gated.gate
+    options: dict[str, Any] = {"devices": ["cpu"] * 2, "chunks": 1, "checkpoint": "always"}
+    with pipert.pipeline(model, ["last"], **options) as pipe:
+        if is_step:
+            pipe.forward_backward(x, loss_fn=lambda y, _: y.sum(), reduction="sum")
+        else:
+            pipe(x).sum().backward()
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)

@@ -117,6 +117,7 @@ def nested(
     return inner, outer, nn.Sequential(before, *inner_layers, behind)
 
 
+@pytest.mark.layered  # in any model a pipe that is a layer keeps its graph, and is not recomputed
 @pytest.mark.parametrize("of_inner", MODES)
 @pytest.mark.parametrize("kind", [Failure, KeyboardInterrupt, SystemExit])
 def test_both_pipes_are_right_after_an_inner_failure_in_a_recomputation_of_the_outer(
