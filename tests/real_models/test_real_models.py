@@ -85,7 +85,7 @@ def piped(model: nn.Module, batch: dict[str, Any], drawn: RandomPipe) -> Result:
     arguments = tree_map(replicated, batch)
     with pipert.pipeline(
         model, drawn.cuts, devices=drawn.devices, chunks=drawn.chunks,
-        checkpoint=drawn.checkpoint, example=tree_map(whole, batch) if drawn.example else None,
+        checkpoint=drawn.checkpoint, example=arguments if drawn.example else None,
     ) as pipe:  # fmt: skip
         if drawn.schedule == "call":
             output = pipe(**arguments)
