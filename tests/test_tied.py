@@ -22,7 +22,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from pipert import NestedCheckpointError, Pipe
-from pipert.layers.parameter_copies import Weights, borrowed, check_borrowers
+from pipert.layers.parameter_copies import Weights, check_copied, weights_elsewhere
 from pipert.model import split as partition_module
 from pipert.stage import assembly
 from pipert.stage.copies import Copies as StageCopies
@@ -91,15 +91,15 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> Copies:
     bring = StageCopies.bring
 
     def apart(partitions: Any, devices: Any) -> tuple[Weights, ...]:
-        return borrowed(partitions, [torch.device("cuda", j) for j in range(len(devices))])
+        return weights_elsewhere(partitions, [torch.device("cuda", j) for j in range(len(devices))])
 
     def copy_weights(of_stage: StageCopies, i: int, x: Any, origin: int | None) -> Any:
         if type(x) is tuple and x and isinstance(x[0], nn.Parameter):
             return tuple(counting(weight) for weight in x)
         return bring(of_stage, i, x, origin)
 
-    monkeypatch.setattr(assembly, "borrowed", apart)
-    monkeypatch.setattr(partition_module, "borrowed", apart)
+    monkeypatch.setattr(assembly, "weights_elsewhere", apart)
+    monkeypatch.setattr(partition_module, "weights_elsewhere", apart)
     monkeypatch.setattr(StageCopies, "bring", copy_weights)
     return counting
 
@@ -346,5 +346,5 @@ def test_layers_that_cannot_be_handed_a_copy_are_refused_by_name(kind: str) -> N
         last.compile(backend="eager")
     partition = nn.Sequential(nn.ReLU(), layer)
     with pytest.raises(ValueError, match="layer '1' is compiled or scripted and uses a parameter"):
-        check_borrowers(partition, (layer.weight,))
-    check_borrowers(partition, ())
+        check_copied(partition, (layer.weight,))
+    check_copied(partition, ())

@@ -97,7 +97,7 @@ class ModelRun:
                 )
 
     def clear(self) -> None:
-        """Forget all micro-batches."""
+        """DropSaved all micro-batches."""
         self.inspection = None
         self.graphs.clear()
         if self.step is not None:
@@ -169,7 +169,7 @@ class AroundLayers:
             if shared.parameters is not None:
                 shared.parameters.refuse_functions(y)
             y = map_tensors(y, self._intercept.bring)
-            if (cut := self._stage.cut) is not None and self._graph is not None:
+            if (cut := self._stage.step_boundary) is not None and self._graph is not None:
                 with self._intercept:
                     loss = cut.compute_loss(self._i, y)
                 if loss.requires_grad:
@@ -180,7 +180,7 @@ class AroundLayers:
             return y
         if self._recording is not None and shared.run.context.grad_enabled:
             self._recording.watch_backward(y)
-        return self._stage.ends.leave(self._i, y)
+        return self._stage.boundary.leave(self._i, y)
 
     def begin(self, stage: Stage) -> None:
         """Begin the partition of ``stage``, which has been handed off."""
@@ -278,10 +278,10 @@ class AroundLayers:
         has_hook = self._model_run.step is not None and bool(tensor_hooks(weight))
         if copies is None or weight.device == stage.place.device and not has_hook:
             return weight
-        return copies.copy_of(weight, stage.place.j, partial(stage.ends.borrow, self._i))
+        return copies.copy_of(weight, stage.place.j, partial(stage.boundary.copy_weight, self._i))
 
     def clear(self) -> None:
-        """Forget the micro-batch."""
+        """DropSaved the micro-batch."""
         self._intercept = self._segments = self._recording = None
 
     def __repr__(self) -> str:

@@ -46,7 +46,7 @@ class AnyModel:
         self.threads = MicroBatchThreads()
         self.layers = ModelLayers(partitions, cuts)
         self._begun = {name: p._modules[name] for name, p in zip(cuts, partitions[1:], strict=True)}
-        self._model = Layered(self.partitions, routes(self.partitions), borrows=False)
+        self._model = Layered(self.partitions, routes(self.partitions), copies_weights=False)
         self._shared = SharedState([module], partitions)
         intercept(self.layers)
 
@@ -71,12 +71,12 @@ class AnyModel:
         actions = ModelActions(model_run, self.threads)
         stages = assemble(run, self._model, inputs, step, None, actions.table())
         for stage in stages:
-            stage.borrowed = ()  # they are copied in the partition that uses them
-            stage.ends.copies.come_in |= len(set(run.devices)) > 1
-            if stage.cut is not None:
-                stage.cut.look = partial(_look_behind, model_run.graphs)
-            if isinstance(stage.ends, CallBoundary):  # no tokens: turns fix the order
-                stage.ends.in_turn = stage.ends.forks_last = True
+            stage.weights_elsewhere = ()  # they are copied in the partition that uses them
+            stage.boundary.copies.come_in |= len(set(run.devices)) > 1
+            if stage.step_boundary is not None:
+                stage.step_boundary.look = partial(_look_behind, model_run.graphs)
+            if isinstance(stage.boundary, CallBoundary):  # no tokens: turns fix the order
+                stage.boundary.in_turn = stage.boundary.forks_last = True
         model_run.draws = any(stage.layers.draws for stage in stages)
         run.seed.draw()  # the model's own code may draw
         several = run.plan.m > 1 and run.plan.n > 1

@@ -5,8 +5,8 @@ of the *model* does. So trainers, ``generate`` and evaluation harnesses, which h
 it in the pipe:
 
 1. The call of the model is intercepted, as those of layers are, so a library may put another
-   ``forward`` into the model. Where one calls ``forward`` itself, an object in its place does the
-   same, as accelerate's does.
+   ``forward`` into the model. ``model.forward`` is replaced by a callable with the same effect, as
+   accelerate's is.
 2. So do the modules around layers of several partitions, such as the model inside an adapter's, or
    an encoder that is called on its own: their layers are on several devices, too.
 3. Code that runs inside of the pipe gets the plain ``forward``: the model's own, if it had one, or

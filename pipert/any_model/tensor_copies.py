@@ -52,7 +52,7 @@ class TensorCopies:
         """End the partition, whose calls of layers may have been checkpointed."""
         self._segments_before = None if segments is None else weakref.ref(segments)
         if len(self._devices) > 1:
-            self._stage.ends.copies.let_others_copy(self._i)
+            self._stage.boundary.copies.let_others_copy(self._i)
 
     def is_elsewhere(self, tensor: Tensor) -> bool:
         """Return whether ``tensor`` is on the device of another partition, to be copied here."""
@@ -65,18 +65,19 @@ class TensorCopies:
     def enter_inputs(self, x: Value) -> Value:
         """Bring the inputs of the model to its first device."""
         with torch.enable_grad():
-            return self._stage.ends.copies.bring(self._i, x, None)
+            return self._stage.boundary.copies.bring(self._i, x, None)
 
     def copy(self, tensor: Tensor, is_cut: bool) -> Tensor:
         """Return a copy of ``tensor``, without a graph if the graph ``is_cut`` there."""
         if is_cut:
             tensor = tensor.detach()
-        elif tensor.requires_grad and self._stage.cut is not None:  # no partition has made it
+        elif tensor.requires_grad and self._stage.step_boundary is not None:
+            # No partition has made it.
             return tensor.to(self._stage.place.device)
         elif tensor.requires_grad:
             tensor = self._order_backward(tensor)
         origin = self._run.devices.index(tensor.device)
-        (moved,) = self._stage.ends.copies.bring(self._i, (tensor,), origin)
+        (moved,) = self._stage.boundary.copies.bring(self._i, (tensor,), origin)
         found: Tensor = moved
         return found
 

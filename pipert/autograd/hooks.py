@@ -18,7 +18,7 @@ Hook = Callable[[Any], Any]
 Hooks = tuple[Hook, Hook] | None
 
 
-class Forget(partial[Any]):
+class DropSaved(partial[Any]):
     """A pack hook of pipert's. A ``partial``, so that it is C if the function it calls is."""
 
     hooks: Hooks
@@ -61,7 +61,7 @@ def hooks_of_caller() -> Hooks:
     hooks: Any = top_hooks(True)
     if hooks is None:
         return None
-    if isinstance(hooks[0], Forget):
+    if isinstance(hooks[0], DropSaved):
         return hooks[0].hooks
     if getattr(hooks[0], "__module__", "") == torch.utils.checkpoint.__name__:
         raise NestedCheckpointError(

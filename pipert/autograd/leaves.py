@@ -11,8 +11,8 @@ counts its own. So (**V2**):
    alone (:func:`is_cast_of_leaf`): any number of backward passes may go through it at once, and it
    belongs to whichever graph reaches it.
 3. Other nodes of a third thread are there only if the model keeps a tensor with its graph from
-   another micro-batch. Then a number decides at most which ``B[i,j]`` goes through them, not which
-   gradients come out; where their memory is freed before another needs it, torch raises.
+   another micro-batch. Then a number affects only which ``B[i,j]`` goes through such a node, not
+   the gradients; where their memory is freed before another needs it, torch raises.
 
 torch (2.13) looks up or creates the ``AccumulateGrad`` of a leaf while it holds the leaf's lock,
 and may take the interpreter's lock meanwhile: to create the node, or if only Python references it.

@@ -45,7 +45,7 @@ from pipert.autograd.checkpoint import (
     proxy_of,
     through_checkpoint,
 )
-from pipert.autograd.hooks import Forget, Hooks, refuse, refuse_transform
+from pipert.autograd.hooks import DropSaved, Hooks, refuse, refuse_transform
 from pipert.autograd.leaves import origins
 from pipert.batch.tensors import describe, differentiable, tensors_of, versions
 from pipert.errors import RecomputationError
@@ -143,7 +143,7 @@ class Segment:
         tensors, self._rebuild = tensors_of(value)
         states = _states(tensors, not self._copies)
         given, xs, begins = self._save(tensors, states[0], made)
-        forget = Forget(next, saves := count())
+        forget = DropSaved(next, saves := count())
         forget.hooks = self._group.hooks
         before = node_count()
         with torch.autograd.graph.saved_tensors_hooks(forget, self._take):
@@ -260,7 +260,7 @@ class Segment:
             kept = tensor.detach()
             found[len(found)] = (kept if pack is None else pack(kept), tensor._version)
 
-        forget = Forget(keep)
+        forget = DropSaved(keep)
         forget.hooks = self._group.hooks
         with torch.autograd.graph.saved_tensors_hooks(forget, refuse):
             self._compute(self._fresh()[0])

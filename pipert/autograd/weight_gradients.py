@@ -24,16 +24,16 @@ from torch.autograd.graph import GradientEdge, Node
 from pipert._torch import backward_id
 from pipert.autograd.engine import differentiate
 from pipert.autograd.leaves import Behind
-from pipert.autograd.weight_uses import Use, find_uses
+from pipert.autograd.weight_uses import WeightUse, find_uses
 from pipert.batch.tensors import alone, version, versions
 
 
-class Later:
+class DeferredGradients:
     """A use of a weight whose gradient is computed later, once the backward has ended."""
 
     __slots__ = ("_compute", "_handle", "_seen", "_versions", "dy", "edges", "leaves", "x")
 
-    def __init__(self, use: Use) -> None:
+    def __init__(self, use: WeightUse) -> None:
         ways = (use.weight,) if use.bias is None else (use.weight, use.bias)
         self.leaves = [way.leaf for way in ways]
         """The weight, and the bias if that is put off, too."""
@@ -85,7 +85,7 @@ def _kept(tensor: Tensor | None) -> tuple[Tensor, int] | None:
     return tensor, version(tensor)
 
 
-class PutOff:
+class Deferral:
     """What one backward puts off.
 
     Args:
@@ -95,7 +95,7 @@ class PutOff:
 
     def __init__(self, behind: Behind, ends: Sequence[Node]) -> None:
         uses = find_uses(behind, ends)
-        self._later = list(map(Later, uses))
+        self._later = list(map(DeferredGradients, uses))
         put_off = {id(leaf) for later in self._later for leaf in later.leaves}
         self.leaves = [leaf for leaf in behind.leaves if id(leaf) not in put_off]
         """The leaves that are left."""
@@ -104,7 +104,7 @@ class PutOff:
 
     def differentiate(
         self, run: Any, wanted: Sequence[Any], ys: Sequence[Any], dys: Sequence[Tensor]
-    ) -> tuple[Sequence[Tensor | None], list[Later]]:
+    ) -> tuple[Sequence[Tensor | None], list[DeferredGradients]]:
         """Run the backward by ``run(wanted, ys, dys)``.
 
         Returns:
@@ -130,7 +130,7 @@ class PutOff:
         self._number = backward_id()
 
 
-def compute_later(later: list[Later]) -> tuple[list[Tensor], list[Tensor | None]]:
+def compute_deferred(later: list[DeferredGradients]) -> tuple[list[Tensor], list[Tensor | None]]:
     """Return weights and their gradients. Empties the list, to free memory as it goes."""
     sums: dict[tuple[Any, int], tuple[GradientEdge, Tensor]] = {}
     wanted: dict[int, Tensor] = {}

@@ -25,7 +25,7 @@ from pipert.autograd.leaves import Behind
 from pipert.autograd.weight_operations import RULES, ToWeight
 
 
-class Way(NamedTuple):
+class LeafPath(NamedTuple):
     """The way from a use of a weight, or of a bias, to the leaf."""
 
     leaf: Tensor
@@ -35,19 +35,19 @@ class Way(NamedTuple):
     is_transposed: bool
 
 
-class Use(NamedTuple):
+class WeightUse(NamedTuple):
     """A use of a weight by a node."""
 
     node: Any
-    weight: Way
-    bias: Way | None
+    weight: LeafPath
+    bias: LeafPath | None
     """That of a bias that is put off, too."""
     x: Tensor
     """The input that the weight meets."""
     compute: ToWeight
 
 
-def find_uses(behind: Behind, ends: Sequence[Node]) -> list[Use]:
+def find_uses(behind: Behind, ends: Sequence[Node]) -> list[WeightUse]:
     """Return the uses of all weights that may be put off, in the same order in each run.
 
     Args:
@@ -74,7 +74,7 @@ def find_uses(behind: Behind, ends: Sequence[Node]) -> list[Use]:
     ]  # fmt: skip
 
 
-def _use_of(node: Any) -> Use | None:
+def _use_of(node: Any) -> WeightUse | None:
     """Return the use of a weight by a known node, if it may be put off (rules 2 to 4)."""
     rule, inputs = RULES[type(node).__name__], node.next_functions
     weight = _way_to_leaf(*inputs[rule.place])
@@ -87,10 +87,12 @@ def _use_of(node: Any) -> Use | None:
     bias = None if rule.bias is None else _way_to_leaf(*inputs[rule.bias])
     if bias is not None and (bias.is_transposed or bias.leaf.device != x.device):
         bias = None
-    return Use(node, weight, bias, x, compute)
+    return WeightUse(node, weight, bias, x, compute)
 
 
-def _count_uses(uses: Sequence[Use], nodes: Iterable[Node], ends: Iterable[Node]) -> Counter[int]:
+def _count_uses(
+    uses: Sequence[WeightUse], nodes: Iterable[Node], ends: Iterable[Node]
+) -> Counter[int]:
     """Count all uses behind ``ends`` of the leaves of ``uses``, by the id of the leaf."""
     ways = [way for use in uses for way in (use.weight, use.bias) if way is not None]
     owner = {node: id(way.leaf) for way in ways for node in way.nodes}
@@ -117,14 +119,14 @@ def _no_hook(*_: object) -> None:
     pass
 
 
-def _way_to_leaf(node: Any, output: int) -> Way | None:
+def _way_to_leaf(node: Any, output: int) -> LeafPath | None:
     edge, nodes, is_transposed = None, list[Node](), False
     while node is not None:
         edge = edge or GradientEdge(node, output)
         nodes.append(node)
         if type(node) is AccumulateGrad:
             leaf = node.variable
-            return Way(leaf, edge, nodes, is_transposed) if _is_ordinary(leaf) else None
+            return LeafPath(leaf, edge, nodes, is_transposed) if _is_ordinary(leaf) else None
         name = type(node).__name__
         if name == "TBackward0":
             is_transposed = not is_transposed
@@ -144,7 +146,7 @@ def _is_ordinary(leaf: Tensor) -> bool:
 
 
 def _saved_input(node: Any, name: str, weight: Tensor) -> Tensor | None:
-    """Return the input that ``node`` has saved; ``None`` if it cannot be had without more ado.
+    """Return the input that ``node`` has saved; ``None`` if reading it runs hooks.
 
     Raises:
         RuntimeError: it was changed in place.

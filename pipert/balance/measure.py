@@ -18,7 +18,7 @@ from pipert._typing import Value
 from pipert.any_model.checkpointed_calls import objects_in, refuse_changes
 from pipert.autograd.engine import differentiate
 from pipert.autograd.leaves import leaves_behind
-from pipert.autograd.weight_gradients import Later, PutOff, compute_later
+from pipert.autograd.weight_gradients import Deferral, DeferredGradients, compute_deferred
 from pipert.balance.cost import Cost, Sizes, medians, total, without
 from pipert.batch.tensors import Carried, differentiable, tensors_of
 from pipert.model.calls import settled
@@ -181,7 +181,7 @@ def measure_all(call: Call) -> tuple[Cost, Carried]:
     arriving = sizes([use.dy for use in uses])
     later = without({**sizes([use.x for use in uses]), **arriving}, weights)
     deferred = sum({id(leaf): leaf.nbytes for use in uses for leaf in use.leaves}.values())
-    _, weight, _ = _metered(call.device, partial(compute_later, uses))
+    _, weight, _ = _metered(call.device, partial(compute_deferred, uses))
     made = without(cost.outputs, cost.inputs)
     if call.device.type != "cuda":  # nobody counts
         forward_extra = total(made) + total(without(cost.saved, cost.inputs, made))
@@ -210,13 +210,15 @@ def weights_of(module: nn.Module) -> dict[str, Any]:
     }
 
 
-def _defer(inputs: Carried, roots: Sequence[Tensor], ones: Sequence[Tensor]) -> list[Later]:
+def _defer(
+    inputs: Carried, roots: Sequence[Tensor], ones: Sequence[Tensor]
+) -> list[DeferredGradients]:
     """Differentiate a layer, except for the gradients that can be deferred; return these."""
     if not roots:
         return []
     edges = [get_gradient_edge(root) for root in roots]
     nodes = [edge.node for edge in edges]
-    put_off = PutOff(leaves_behind(nodes), nodes)
+    put_off = Deferral(leaves_behind(nodes), nodes)
     wanted = [*differentiable(inputs)[0], *put_off.leaves]
 
     def run(wanted: Sequence[Any], ys: Sequence[Any], dys: Sequence[Tensor]) -> Any:

@@ -140,7 +140,7 @@ def explain_keywords(error: TypeError, keys: Container[str]) -> None:
 
 
 def ready(microbatches: Iterable[Any], what: str = "microbatches") -> Iterator[Any]:
-    """Return the micro-batches that are given ready, or their targets, in containers of ours.
+    """Yield the caller's micro-batches, or their targets, with their containers rebuilt.
 
     Raises:
         TypeError: they are one batch, or no iterable.

@@ -1,4 +1,4 @@
-"""Checks on all ranks that what they bring to a mini-batch fits together."""
+"""Validates that all ranks call with compatible arguments."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Posts the actions of a run to the workers' in-queues, in the order of its plan.
 
-The clock does so. It fixes the total order and does not wait for a diagonal to finish: a worker
-starts ``F[i,j]`` the moment its input arrives. It is a separate thread, so that the runs of several
+The clock thread fixes the total order and does not wait for a diagonal to finish: a worker starts
+``F[i,j]`` the moment its input arrives. The clock is a separate thread, so that the runs of several
 callers are posted whole, one after the other, and overlap in the pipeline (section 3.2.1 of the
 paper).
 """

@@ -196,7 +196,8 @@ class Runtime:
                 step.check()
                 if stats is not None:
                     stats.commit()  # before any gradient arrives, as in the plain module's forward
-                sums = [stage.cut.gradients for stage in stages if stage.cut is not None]
+                cuts = [cut for stage in stages if (cut := stage.step_boundary) is not None]
+                sums = [cut.gradients for cut in cuts]
                 loss = step.commit(sums)
             except Exception:
                 notifier.outcome = "failed"  # but no task has, so none is reported to observers

@@ -48,10 +48,10 @@ from pipert.layers.nested_checkpoint import refuse_nested_checkpoint
 from pipert.workers.context import is_transformed
 
 Weights = tuple[nn.Parameter, ...]
-Borrow = Callable[[Tensor], Tensor]
+MakeCopy = Callable[[Tensor], Tensor]
 
 
-def borrowed(
+def weights_elsewhere(
     partitions: Sequence[nn.Module], devices: Sequence[torch.device]
 ) -> tuple[Weights, ...]:
     """Returns the parameters that each partition uses but that live on another device.
@@ -69,7 +69,7 @@ def borrowed(
     return tuple(found)
 
 
-def check_borrowers(partition: nn.Module, weights: Weights) -> None:
+def check_copied(partition: nn.Module, weights: Weights) -> None:
     """Refuse compiled and scripted layers that use ``weights``, as they cannot get the copies."""
     for name, layer in partition.named_children() if weights else ():
         if not set(weights).isdisjoint(layer.parameters()):
@@ -94,7 +94,7 @@ def hooked(partition: nn.Module, others: Weights, setters: dict[nn.Module, nn.Mo
             if weight is not None and tensor_hooks(weight):
                 found[weight] = None
     weights = tuple(weight for weight in found if weight not in set(others))
-    check_borrowers(partition, weights)
+    check_copied(partition, weights)
     return weights
 
 
@@ -139,13 +139,13 @@ class ParameterCopies:
         """Note the versions of tensors that may get copies, when the run begins."""
         self._versions = {id(tensor): version(tensor) for tensor in tensors}
 
-    def copy_of(self, tensor: Tensor, j: int, borrow: Borrow) -> Tensor:
-        """Return the copy of a tensor in partition ``j``, which ``borrow`` makes."""
+    def copy_of(self, tensor: Tensor, j: int, make: MakeCopy) -> Tensor:
+        """Return the copy of a tensor in partition ``j``, which ``make`` makes."""
         key = j, id(tensor)
         if key not in self._copies:
             if is_transformed():
                 raise RuntimeError(_TRANSFORMED)
-            copy = borrow(tensor)
+            copy = make(tensor)
             self._copies[key] = tensor, copy, version(copy)
         return self._copies[key][1]
 

@@ -216,7 +216,7 @@ class Draws:
             remove_thread_local(_TASK)
 
     def _enter(self, device: torch.device) -> None:
-        """Have the default generator of ``device``, seeded, or as the task has left it."""
+        """Acquire the default generator of ``device``; seed it, or resume the state the task left."""
         default = default_generator(device)
         default.enter(self)
         if device in self._states:

@@ -47,7 +47,7 @@ class Snapshot:
         self.buffers: dict[nn.Module, Buffers] = {}
         """Those of each layer."""
         self.exempt: set[nn.Module] = set()
-        """The layers that are not recomputed. They may change what they like."""
+        """The layers that are not recomputed. Their changes are not checked."""
         for layer in partition.children():
             self.add(layer)
         self._layers = list(self.buffers)

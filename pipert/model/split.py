@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from pipert._torch import NormBase
 from pipert.errors import NotBatchFirstWarning
-from pipert.layers.parameter_copies import borrowed, check_borrowers
+from pipert.layers.parameter_copies import check_copied, weights_elsewhere
 from pipert.model.settings import whole
 
 
@@ -158,9 +158,9 @@ def place(
                 )
     buffers = _shared_buffers(partitions, devices, not copies_buffers)
     _check_shared_norms(partitions)
-    weights = borrowed(partitions, devices)
+    weights = weights_elsewhere(partitions, devices)
     for partition, staying in zip(partitions, weights, strict=True):
-        check_borrowers(partition, staying)
+        check_copied(partition, staying)
     for buffer, device in buffers.items():
         buffer.data = buffer.data.to(device)
     for partition, device, shared in zip(partitions, devices, weights, strict=True):

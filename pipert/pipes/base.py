@@ -36,7 +36,7 @@ from pipert.observe.observers import Observer
 from pipert.pipes.settings import Settings
 from pipert.schedules.plan import BOUNDED, Plan, Schedule, maker_of, plan, recomputed_in_each
 from pipert.stage.assembly import Model
-from pipert.stage.backward import weights_beside
+from pipert.stage.backward import unpartitioned_weights
 from pipert.stage.loss import (
     LossFunction,
     StepFunction,
@@ -259,7 +259,7 @@ class PipeBase(Settings):
         chosen = self._checkpoint or ("never" if maker_of(schedule) in BOUNDED else "except_last")
         checkpointed = recomputed_in_each(chosen, m, n)
         planned = plan(schedule, m, n, self._runtime.workers, checkpointed)
-        beside = cache(partial(weights_beside, self._partitions, (entry, loss_fn)))
+        beside = cache(partial(unpartitioned_weights, self._partitions, (entry, loss_fn)))
         run_step, keys = Step(loss, return_outputs, beside), keywords_of(inputs)
         try:
             total = self._step(inputs, planned, run_step, seconds, own)

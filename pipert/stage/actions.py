@@ -23,7 +23,7 @@ from torch import Tensor
 
 from pipert._torch import node_count
 from pipert._typing import Value
-from pipert.autograd.weight_gradients import compute_later
+from pipert.autograd.weight_gradients import compute_deferred
 from pipert.batch.tensors import differentiable
 from pipert.layers.call import Compute
 from pipert.observe.backward import makers, watch_nodes
@@ -36,24 +36,24 @@ from pipert.workers.context import NOTHING
 
 def forward(stage: Stage, i: int, x: Value) -> Value:
     """Carry out ``F[i,j]``: turn the input of the stage into its output."""
-    if stage.borrowed:
-        stage.borrow(i)  # parameters that live on other devices
+    if stage.weights_elsewhere:
+        stage.copy_weights(i)  # parameters that live on other devices
     # Copied here; in a call tied to F[i-1,j], in a step cut off.
-    is_plain, ends = stage.skips is None and isinstance(x, Tensor), stage.ends
-    x = ends.cross(i, x, ends.copies.previous) if is_plain else stage.enter(i, x)
+    is_plain, boundary = stage.skips is None and isinstance(x, Tensor), stage.boundary
+    x = boundary.cross(i, x, boundary.copies.previous) if is_plain else stage.enter(i, x)
     is_recorded = stage.run.notifier.recorder is not None
     y = compute_recorded(stage, i, x) if is_recorded else compute(stage, i, x)
-    y = ends.leave(i, y)  # in a call with a node for R[i,j]
+    y = boundary.leave(i, y)  # in a call with a node for R[i,j]
     return y if stage.skips is None else stage.without_leaving_skips(i, y)
 
 
 def compute(stage: Stage, i: int, x: Value) -> Value:
     """Compute the layers, checkpointed or not, and in the last stage of a step the loss."""
     with NOTHING if stage.stats is None else stage.stats.collecting():
-        segments = stage.ends.checkpoint(stage.layers, i) if i < stage.recomputed else None
+        segments = stage.boundary.checkpoint(stage.layers, i) if i < stage.recomputed else None
         if stage.shared:
             y = stage.layers.forward(i, segments, x, partial(_watched, stage))
-            stage.hand_on(i, stage.shared)
+            stage.propagate_aliases(i, stage.shared)
         else:
             y = stage.layers.forward(i, segments, x)
     return y if stage.loss is None else stage.loss(i, y)
@@ -61,7 +61,7 @@ def compute(stage: Stage, i: int, x: Value) -> Value:
 
 def recompute(stage: Stage, i: int, _: Value) -> None:
     """Carry out ``R[i,j]`` of a step: build the graph that a checkpointed ``F[i,j]`` has not."""
-    cut = stage.cut
+    cut = stage.step_boundary
     assert cut is not None
     graph = cut.step.ledger.graphs.get((i, stage.place.j))
     if graph is not None and graph.segments is not None:
@@ -70,7 +70,7 @@ def recompute(stage: Stage, i: int, _: Value) -> None:
 
 def backward(stage: Stage, i: int, _: Value) -> Value:
     """Carry out ``B[i,j]`` of a step: go back from the loss and from what later partitions used."""
-    cut, notifier, j = stage.cut, stage.run.notifier, stage.place.j
+    cut, notifier, j = stage.step_boundary, stage.run.notifier, stage.place.j
     assert cut is not None
     graph = cut.step.ledger.graphs.pop((i, j), None)
     if graph is not None:
@@ -83,12 +83,12 @@ def backward(stage: Stage, i: int, _: Value) -> Value:
 
 def weight_gradients(stage: Stage, i: int, _: Value) -> None:
     """Carry out ``W[i,j]`` of a step: compute the gradients of weights that ``B[i,j]`` put off."""
-    cut, notifier = stage.cut, stage.run.notifier
+    cut, notifier = stage.step_boundary, stage.run.notifier
     assert cut is not None
-    later = cut.later.pop(i, [])
+    later = cut.deferred.pop(i, [])
     action, is_recorded = Action(WEIGHT, i, stage.place.j), notifier.recorder is not None
     with notifier.recorded(action, stage.place.device) if is_recorded else NOTHING:
-        found = stage.layers.backward(i, compute_later, later, kind=WEIGHT)  # hooks may draw
+        found = stage.layers.backward(i, compute_deferred, later, kind=WEIGHT)  # hooks may draw
         cut.gradients.add(*found)
 
 
@@ -110,7 +110,7 @@ def compute_recorded(stage: Stage, i: int, x: Value) -> Value:
     inputs, first = makers(differentiable(x)[0]), node_count()
     with notifier.recorded(Action(FORWARD, i, j), device):
         y = compute(stage, i, x)
-    if stage.cut is None and stage.run.context.grad_enabled:
+    if stage.step_boundary is None and stage.run.context.grad_enabled:
         outputs, made = makers(differentiable(y)[0]) - inputs, range(first, node_count())
         watch = partial(watch_nodes, recorder, i, j, device, outputs, inputs, made)
         stage.after_sending.append(watch)

@@ -16,7 +16,7 @@ from pipert._typing import Value
 from pipert.layers.batchnorm import DeferredStats
 from pipert.layers.call import Layers, RandomLayers
 from pipert.layers.drawing import draws
-from pipert.layers.parameter_copies import Weights, borrowed, hooked
+from pipert.layers.parameter_copies import Weights, hooked, weights_elsewhere
 from pipert.layers.place import Place, last_layer
 from pipert.skip.routes import PartitionSkips
 from pipert.stage.actions import ACTIONS, Actions
@@ -62,7 +62,7 @@ class Layered:
     partitions: tuple[nn.Sequential, ...]
     skips: tuple[PartitionSkips, ...]
     """For each partition, where its skips come from and go to."""
-    borrows: bool = True
+    copies_weights: bool = True
     """Whether stages copy parameters that live on other devices. Any model does that itself."""
 
     @property
@@ -101,7 +101,7 @@ def assemble(
     statistics are noted in ``stats``. ``actions`` says how to carry out each kind of action.
     """
     n = len(model.partitions)
-    weights = _borrowed(run, model, step)
+    weights = _copied_weights(run, model, step)
     previous = ["", *map(last_layer, model.partitions)]
     places = [Place(j, n, run.plan.m, run.devices[j], previous[j]) for j in range(n)]
     exit_link = to_caller(run.outputs) if step is None else NOWHERE
@@ -119,8 +119,8 @@ def assemble(
         ends = _ends(run, place, copies, step)
         own = skips if skips.pops else None
         stage = Stage(run, place, layers, own, links, ends, weights[j], partition_stats)
-        stage.how = {
-            kind: stage.how_to(kind, actions[kind]) for kind in run.plan.occurring_kinds
+        stage.handlers = {
+            kind: stage.handler_for(kind, actions[kind]) for kind in run.plan.occurring_kinds
         }
         stages.append(stage)
     return stages
@@ -161,9 +161,9 @@ def _ends(
     return StepBoundary(step, run, place, copies)
 
 
-def _borrowed(run: Run, model: Layered, step: Step | None) -> Sequence[Weights]:
+def _copied_weights(run: Run, model: Layered, step: Step | None) -> Sequence[Weights]:
     """Return the parameters of each partition for which a substitute is used."""
-    elsewhere = borrowed(model.partitions, run.devices if model.borrows else ())
+    elsewhere = weights_elsewhere(model.partitions, run.devices if model.copies_weights else ())
     if step is None:
         return elsewhere
     pairs = zip(model.partitions, elsewhere, strict=True)

@@ -18,7 +18,7 @@ from pipert._torch import hooks_on_grad, tensor_hooks
 from pipert.autograd import order
 from pipert.autograd.engine import differentiate
 from pipert.autograd.leaves import Behind, accumulators, is_in_python, leaves_behind
-from pipert.autograd.weight_gradients import PutOff
+from pipert.autograd.weight_gradients import Deferral
 from pipert.batch.tensors import alone
 from pipert.layers.nested_checkpoint import refuse_reentrant_checkpoint
 from pipert.stage.gradients import Gradients as Sums
@@ -80,9 +80,9 @@ def _differentiate(
     refuse_hooked(cut, leaves)
     run = partial(gradients_of, stage, behind)
     xs = [crossing.entered for crossing in graph.entered]
-    if cut.puts_off:
-        later = cut.later.setdefault(i, [])  # what is recomputed on the way adds to it
-        put_off = PutOff(behind, ends)
+    if cut.defers_weights:
+        later = cut.deferred.setdefault(i, [])  # what is recomputed on the way adds to it
+        put_off = Deferral(behind, ends)
         leaves = put_off.leaves
         found, own = put_off.differentiate(run, (*xs, *leaves), ys, dys)
         later += own
@@ -108,17 +108,17 @@ def differentiate_recomputed(
 
     Those that ``W[i,j]`` will compute are left out.
     """
-    if i not in cut.later:  # nothing is put off, or a kept tensor goes back when the step is over
+    if i not in cut.deferred:  # none is, or a stored tensor goes back when the step is over
         return differentiate(ys, wanted, dys)
     ends = list(map(_node, ys))
     begins = {one.node for one in wanted if not isinstance(one, Tensor)}
     behind = leaves_behind(ends, stop=begins)
-    put_off = PutOff(behind._replace(nodes=behind.nodes - begins), ends)
+    put_off = Deferral(behind._replace(nodes=behind.nodes - begins), ends)
     rest = {id(leaf) for leaf in put_off.leaves}
     now = [one for one in wanted if not isinstance(one, Tensor) or id(one) in rest]
     run = lambda wanted, ys, dys: differentiate(ys, wanted, dys)  # noqa: E731
     found, later = put_off.differentiate(run, now, ys, dys)
-    cut.later[i] += later
+    cut.deferred[i] += later
     gradients = dict(zip(map(id, now), found, strict=True))
     return [gradients.get(id(one)) for one in wanted]
 
@@ -135,11 +135,11 @@ def gradients_of(
     ``behind`` is the graph behind ``ys``. It is retained if other micro-batches go backward through
     a part of it, which is the caller's.
     """
-    assert stage.cut is not None
+    assert stage.step_boundary is not None
     inner: AbstractContextManager[object] = NOTHING
     if is_in_python(map(type, behind.nodes), _ENGINELESS):
-        weights = (*stage.layers.parameters(), *stage.cut.step.beside())
-        inner = taking_gradients(weights, stage.cut.gradients)
+        weights = (*stage.layers.parameters(), *stage.step_boundary.step.beside())
+        inner = taking_gradients(weights, stage.step_boundary.gradients)
     try:
         with inner:
             return differentiate(ys, wanted, dys, retain_graph=bool(behind.others))
@@ -171,7 +171,7 @@ def refuse_hooked(cut: StepBoundary, leaves: Iterable[Tensor]) -> None:
             )
 
 
-def weights_beside(partitions: Iterable[nn.Module], modules: Iterable[Any]) -> list[Tensor]:
+def unpartitioned_weights(partitions: Iterable[nn.Module], modules: Iterable[Any]) -> list[Tensor]:
     """Return the parameters of those ``modules`` that are modules, if no partition has them."""
     known = {weight for partition in partitions for weight in partition.parameters()}
     found = [each.parameters() for each in modules if isinstance(each, nn.Module)]

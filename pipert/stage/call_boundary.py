@@ -96,7 +96,7 @@ class CallBoundary:
             self._token = token if i != self._last else None
         return rebuild(ys)
 
-    def borrow(self, i: int, weight: Tensor) -> Tensor:
+    def copy_weight(self, i: int, weight: Tensor) -> Tensor:
         """Copy a parameter that lives elsewhere, as a call's arguments are; once per run.
 
         Each is copied separately, since they have only the device in common: a parameter used in a
@@ -110,7 +110,7 @@ class CallBoundary:
         return found
 
     def drop(self) -> None:
-        """Forget every micro-batch, since nobody waits for the run any more. From any thread."""
+        """DropSaved every micro-batch, since nobody waits for the run any more. From any thread."""
         self._token = None  # it holds the graph of all earlier micro-batches
         self._segments = None
 

@@ -131,7 +131,7 @@ def denominator_of(
 def scale_of(
     scale: float | Tensor | torch.amp.GradScaler | None, devices: Sequence[torch.device]
 ) -> float | Tensor:
-    """Return the factor for gradients. A ``GradScaler`` is asked for it, and remembers that.
+    """Return the factor for gradients; ``GradScaler.scale`` computes it, and marks it as used.
 
     A tensor on a GPU is copied to the device of the loss by the caller: on his streams the copy
     comes after what computes the tensor and before what writes it next, as ``GradScaler.update``

@@ -40,7 +40,7 @@ class Run:
     outputs: list[Value] = field(default_factory=list)
     sources: dict[tuple[torch.device, int], torch.cuda.Stream] = field(default_factory=dict)
     """The copy streams on which tensors were read, by device and micro-batch."""
-    handed_on: dict[tuple[int, int], Shared] = field(default_factory=dict)
+    aliases: dict[tuple[int, int], Shared] = field(default_factory=dict)
     """By micro-batch and stage, the tensors of its input that shared memory before; only ints."""
     at_end: Callable[[], None] | None = None
     """Called by the caller when the run is over, however it ended."""
@@ -54,8 +54,8 @@ class Run:
     def return_what_was_read(self) -> None:
         """D1: make the caller's streams wait for all reads on the devices' copy streams.
 
-        Called by the caller when the run is over, however it ended. He may next write what he has
-        passed in: arguments and targets, parameters, and what layers have handed on unchanged.
+        Called by the caller when the run is over, however it ended. Afterwards the caller may
+        overwrite arguments, targets and parameters, and what layers returned unchanged.
 
         A device that has failed accepts no wait; then the run's own failure is the one to raise. An
         interrupt cannot cut this short, and is raised instead of the failure.

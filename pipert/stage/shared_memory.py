@@ -58,9 +58,9 @@ def find_shared(value: Value) -> Shared:
 
 
 def compute_watching(
-    shared: Shared, hand_on: Callable[[Shared], None], compute: Callable[[Value], Value], x: Value
+    shared: Shared, propagate: Callable[[Shared], None], compute: Callable[[Value], Value], x: Value
 ) -> Value:
-    """Return ``compute(x)``; pass the pairs in it that stem from ``shared`` to ``hand_on``.
+    """Return ``compute(x)``; pass the pairs in it that stem from ``shared`` to ``propagate``.
 
     Raises:
         RuntimeError: one tensor of an overlapping pair was changed in place.
@@ -84,7 +84,7 @@ def compute_watching(
                 "(inplace=False)"
             )
     if shared:
-        hand_on(_handed_on(shared, homes, y.value if isinstance(y, Carried) else y))
+        propagate(_handed_on(shared, homes, y.value if isinstance(y, Carried) else y))
     return y
 
 

@@ -50,7 +50,7 @@ from pipert.workers.worker import NOT_RUN
 Execute = Callable[["Stage", int, Value], Value]
 
 
-class How(NamedTuple):
+class Handler(NamedTuple):
     """How a stage carries out one kind of action."""
 
     receive: Callable[[int], Value]
@@ -88,16 +88,16 @@ class Stage:
     skips: PartitionSkips | None
     """The skips that the partition stashes and pops; ``None`` if there are none."""
     links: Links
-    ends: CallBoundary | StepBoundary
-    borrowed: Weights
+    boundary: CallBoundary | StepBoundary
+    weights_elsewhere: Weights
     """The parameters that layers compute with copies of; empty once these are made."""
     stats: PartitionStats | None
     """Where running statistics are noted, if they are deferred."""
-    how: dict[str, How] = field(default_factory=dict)
+    handlers: dict[str, Handler] = field(default_factory=dict)
     """How to carry out each kind of action."""
     outcome: Outcome = field(init=False)
-    cut: StepBoundary | None = field(init=False)
-    """The ends, if they are cut."""
+    step_boundary: StepBoundary | None = field(init=False)
+    """The boundary, if it cuts the graph."""
     loss: Callable[[int, Value], Value] | None = field(init=False)
     """Computes the loss, in the last stage of a step."""
     recomputed: int = field(init=False)
@@ -114,33 +114,34 @@ class Stage:
 
     def __post_init__(self) -> None:
         self.outcome = self.run.outcome
-        self.cut = cut = self.ends if isinstance(self.ends, StepBoundary) else None
+        cut = self.boundary if isinstance(self.boundary, StepBoundary) else None
+        self.step_boundary = cut
         self.loss = cut.compute_loss if cut and self.place.is_last else None
         has_grad = self.run.context.grad_enabled
         self.recomputed = self.run.plan.recomputed[self.place.j] if has_grad else 0
         if self.skips is not None:
             self.arriving, self.leaving = self.skips.arriving, self.skips.leaving
         self._copies = ParameterCopies()
-        self._copies.note_versions(self.borrowed)
+        self._copies.note_versions(self.weights_elsewhere)
 
-    def how_to(self, kind: str, execute: Execute) -> How:
-        """Return how to carry out actions of ``kind``, which ``execute`` computes."""
+    def handler_for(self, kind: str, execute: Execute) -> Handler:
+        """Return the handler of actions of ``kind``, which ``execute`` computes."""
         context = self.run.context
         if self.run.notifier.is_observed and kind != RECOMPUTE:  # which tells of itself
             execute = partial(_observed, kind, execute)
         if kind == FORWARD:
-            return How(self.links.x.receive, context.on_worker, execute, self.links.y.send)
+            return Handler(self.links.x.receive, context.on_worker, execute, self.links.y.send)
         if kind == BACKWARD:
             going_back = context.going_back_on_worker
-            return How(self.links.dy.receive, going_back, execute, self.links.dx.send)
+            return Handler(self.links.dy.receive, going_back, execute, self.links.dx.send)
         around = context.going_back_on_worker if kind == WEIGHT else context.on_worker
-        return How(NOWHERE.receive, around, execute, NOWHERE.send)
+        return Handler(NOWHERE.receive, around, execute, NOWHERE.send)
 
-    def borrow(self, i: int) -> None:
+    def copy_weights(self, i: int) -> None:
         """Copy the parameters that live elsewhere, for the layers; once per run."""
-        weights, self.borrowed = self.borrowed, ()
+        weights, self.weights_elsewhere = self.weights_elsewhere, ()
         for weight in weights:
-            self._copies.copy_of(weight, self.place.j, partial(self.ends.borrow, i))
+            self._copies.copy_of(weight, self.place.j, partial(self.boundary.copy_weight, i))
         self.layers.copies = self._copies
 
     def enter(self, i: int, x: Value) -> Value:
@@ -150,10 +151,10 @@ class Stage:
         """
         skips = [self.run.skips.receive(key, i, self.place.j) for key, _ in self.arriving]
         shared = find_shared(x if self.skips is None else Carried(x, tuple(skips)))
-        self.shared = shared | self.run.handed_on.pop((i, self.place.j), {})
+        self.shared = shared | self.run.aliases.pop((i, self.place.j), {})
         for number, (_, k) in enumerate(self.arriving):
-            skips[number] = self.ends.cross(i, skips[number], k, is_skip=True)
-        x = self.ends.cross(i, x, self.ends.copies.previous)
+            skips[number] = self.boundary.cross(i, skips[number], k, is_skip=True)
+        x = self.boundary.cross(i, x, self.boundary.copies.previous)
         return x if self.skips is None else Carried(x, tuple(skips))
 
     def without_leaving_skips(self, i: int, y: Value) -> Value:
@@ -163,10 +164,10 @@ class Stage:
             self.run.skips.send(key, i, k, value)
         return y
 
-    def hand_on(self, i: int, shared: Shared) -> None:
+    def propagate_aliases(self, i: int, shared: Shared) -> None:
         """Tell the next stage which tensors would share memory, had this stage not copied them."""
         if shared:
-            self.run.handed_on[i, self.place.j + 1] = shared
+            self.run.aliases[i, self.place.j + 1] = shared
 
     def give_up(self) -> None:
         """Close the links and drop all values but those of an executing action. From any thread.
@@ -178,8 +179,8 @@ class Stage:
         self.drop()
 
     def drop(self) -> None:
-        """Forget every micro-batch."""
-        self.ends.drop()
+        """DropSaved every micro-batch."""
+        self.boundary.drop()
         self.run.drop()
 
     def __repr__(self) -> str:
@@ -195,13 +196,13 @@ def _observed(kind: str, execute: Execute, stage: Stage, i: int, received: Value
 class Task:
     """One action of one run, as a worker takes it."""
 
-    __slots__ = ("_action", "_due", "_how", "_position", "_stage", "what")
+    __slots__ = ("_action", "_due", "_handler", "_position", "_stage", "what")
 
     def __init__(self, stage: Stage, action: Action) -> None:
         self._stage = stage
         self._action = action
         self._position = stage.run.plan.positions[action]
-        self._how = stage.how[action.kind]
+        self._handler = stage.handlers[action.kind]
         self._due = Once((stage.outcome,))  # taken by whoever settles the action
         self.what = stage.run.number, action
 
@@ -210,14 +211,14 @@ class Task:
         if self._position >= self._stage.outcome.failed_at:
             return NOT_RUN
         try:
-            received = self._how.receive(self._action.i)
+            received = self._handler.receive(self._action.i)
         except BaseException as error:  # noqa: B036  raised in the caller
             return self._fail(error)
         # Checked again, since it may have waited for long; a task left out here is not counted.
         return received if self._position < self._stage.outcome.failed_at else NOT_RUN
 
     def execute(self, received: Any) -> Any:
-        stage, how = self._stage, self._how
+        stage, how = self._stage, self._handler
         try:
             with how.context:
                 begin_microbatch(self._action.i)
@@ -236,7 +237,7 @@ class Task:
 
     def send(self, result: Any) -> None:
         run, later = self._stage.run, self._stage.after_sending
-        self._how.send(self._action.i, NOT_RUN if run.dropped else result)
+        self._handler.send(self._action.i, NOT_RUN if run.dropped else result)
         while later:
             later.pop()()
         if run.dropped:
@@ -246,14 +247,14 @@ class Task:
     def abandon(self, error: BaseException) -> None:
         for outcome in self._due.take() or ():  # nothing if the action was settled already
             outcome.fail(self._position, error)
-            self._how.send(self._action.i, NOT_RUN)
+            self._handler.send(self._action.i, NOT_RUN)
             if self._stage.run.dropped:
                 self._stage.drop()
             outcome.settle()
 
     def _fail(self, error: BaseException) -> Any:
         self._stage.place.note(error, self._action)
-        if self._stage.cut is not None and "Specify retain_graph=True" in str(error):
+        if self._stage.step_boundary is not None and "Specify retain_graph=True" in str(error):
             error.add_note(
                 "perhaps a loss or a layer uses a tensor stored with its graph in another "
                 "partition, micro-batch or call; return it from the layers up to loss_fn, detach "

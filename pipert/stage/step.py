@@ -32,7 +32,7 @@ class Step:
     loss: Loss
     keep_outputs: bool = False
     beside: Callable[[], Iterable[Tensor]] = tuple
-    """Returns the weights that no partition has: of the model's own code, and of the loss."""
+    """Returns parameters of no partition: those of the model's own code and of the loss."""
     ledger: Ledger = field(default_factory=Ledger)
     losses: dict[int, Tensor] = field(default_factory=dict)
     """What each micro-batch adds to the loss of the mini-batch, or to its sum."""

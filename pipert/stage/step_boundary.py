@@ -19,7 +19,7 @@ from pipert._torch import node_count
 from pipert._typing import Value
 from pipert.autograd.leaves import Behind
 from pipert.autograd.order import begin_numbers
-from pipert.autograd.weight_gradients import Later
+from pipert.autograd.weight_gradients import DeferredGradients
 from pipert.batch.tensors import Carried, differentiable
 from pipert.batch.trees import CLOSED_TO_GRAPHS, ORDINARY, REMEDY, flatten, held_by
 from pipert.layers.call import Layers
@@ -47,7 +47,7 @@ class StepBoundary:
 
     __slots__ = (
         "_callers", "_first", "_hooks", "_place", "_seed", "_segments", "copies", "gradients",
-        "later", "look", "puts_off", "step",
+        "deferred", "defers_weights", "look", "step",
     )  # fmt: skip
 
     def __init__(
@@ -58,9 +58,9 @@ class StepBoundary:
         # Saved-tensor hooks of the caller would unpack twice what they have packed, and anomaly
         # detection looks at what the engine computes.
         is_watched = run.context.saved_tensor_hooks is not None or torch.is_anomaly_enabled()
-        self.puts_off = WEIGHT in run.plan.occurring_kinds and not is_watched
+        self.defers_weights = WEIGHT in run.plan.occurring_kinds and not is_watched
         """Whether ``B[i,j]`` leaves gradients of weights to ``W[i,j]``."""
-        self.later: dict[int, list[Later]] = {}
+        self.deferred: dict[int, list[DeferredGradients]] = {}
         """What ``W[i,j]`` computes, by micro-batch."""
         self._place = place
         self._hooks = run.context.saved_tensor_hooks
@@ -126,7 +126,7 @@ class StepBoundary:
         self.step.losses[i] = step_loss.share_of(i, loss.detach())
         return loss if skips is None else Carried(loss, skips)
 
-    def borrow(self, i: int, weight: Tensor) -> Tensor:
+    def copy_weight(self, i: int, weight: Tensor) -> Tensor:
         """Copy a parameter that lives elsewhere; make a stand-in for a parameter that has hooks.
 
         Autograd calls the hooks of a tensor with each part of its gradient, but they must see the
@@ -145,7 +145,7 @@ class StepBoundary:
         return range(max(self._first or 0, self._callers), node_count())
 
     def drop(self) -> None:
-        self.later.clear()
+        self.deferred.clear()
         self.gradients.clear()
         self.step.drop()
 

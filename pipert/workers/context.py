@@ -56,7 +56,7 @@ from pipert.workers.thread_state import (
 T = TypeVar("T")
 
 NOTHING: AbstractContextManager[object] = contextlib.nullcontext()
-"""A block in which nothing is put on; to choose between it and others."""
+"""A context manager that does nothing."""
 
 
 def is_transformed() -> bool:

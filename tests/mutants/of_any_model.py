@@ -13,7 +13,7 @@ MUTANTS: list[Row] = [
      "torch.cuda.set_device(stage.place.device)", "pass"),
     ("moved-not-after-end", COPIES,
      "the copy stream's wait, at a partition's end, for its computation",
-     "self._stage.ends.copies.let_others_copy(self._i)", "pass"),
+     "self._stage.boundary.copies.let_others_copy(self._i)", "pass"),
     ("made-elsewhere-not-waited-for", COPIES,
      "a copy's wait for a tensor that the same partition made on another device",
      "streams.wait(source, streams.compute_stream(tensor.device))", "pass"),

@@ -15,7 +15,7 @@ from pipert._torch import node_count
 from pipert.autograd import weight_gradients, weight_operations
 from pipert.autograd.engine import differentiate
 from pipert.autograd.leaves import leaves_behind
-from pipert.autograd.weight_gradients import PutOff
+from pipert.autograd.weight_gradients import Deferral
 from pipert.autograd.weight_uses import find_uses
 from pipert.stage import actions
 from tests.activations import Activations
@@ -34,13 +34,13 @@ def piped(kind: str, layers: nn.Sequential, **options: Any) -> Any:
 def test_every_use_is_put_off_in_every_mode(
     kind: str, checkpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    counts, real = list[int](), weight_gradients.compute_later
+    counts, real = list[int](), weight_gradients.compute_deferred
 
     def count(later: list[Any]) -> Any:
         counts.append(len(later))
         return real(later)
 
-    monkeypatch.setattr(actions, "compute_later", count)
+    monkeypatch.setattr(actions, "compute_deferred", count)
     layers = nn.Sequential(linear(3, 3), nn.Tanh(), linear(3, 3), linear(3, 3))
     with piped(kind, layers, checkpoint=checkpoint) as pipe:
         x = torch.randn(6, 3, dtype=torch.float64)
@@ -138,7 +138,7 @@ def test_uses_in_a_graph_of_the_caller_s_are_not_put_off() -> None:
     behind = leaves_behind(ends, (), range(begin, node_count()))
     (use,) = find_uses(behind, ends)
     assert use.weight.leaf is own.weight
-    assert any(leaf is callers.weight for leaf in PutOff(behind, ends).leaves)
+    assert any(leaf is callers.weight for leaf in Deferral(behind, ends).leaves)
 
 
 class WeighsByAGradient(nn.Module):
@@ -316,7 +316,7 @@ def test_a_gradient_that_is_kept_keeps_no_larger_one() -> None:
     layer, x = linear(3, 3), torch.randn(2, 3, dtype=torch.float64)
     y = torch.cat([layer(x), torch.randn(2, 1000, dtype=torch.float64)], 1)
     ends: Any = [y.grad_fn]
-    put_off = PutOff(leaves_behind(ends), ends)
+    put_off = Deferral(leaves_behind(ends), ends)
 
     def run(wanted: Any, ys: Any, dys: Any) -> Any:
         return differentiate(ys, wanted, dys)

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import pipert
 from pipert import Pipe
 from pipert.autograd.leaves import leaves_behind
-from pipert.autograd.weight_gradients import PutOff
+from pipert.autograd.weight_gradients import Deferral
 from pipert.autograd.weight_uses import find_uses
 from tests.activations import Activations
 from tests.contract.ways import MODES, grads_of, linear, mean, same
@@ -32,7 +32,7 @@ def put_off_of(module: nn.Module, y: Tensor) -> set[str]:
     uses = find_uses(leaves_behind(ends), ends)
     ways = [way for use in uses for way in (use.weight, use.bias) if way is not None]
     found = {names[id(way.leaf)] for way in ways}
-    leaves = PutOff(leaves_behind(ends), ends).leaves
+    leaves = Deferral(leaves_behind(ends), ends).leaves
     assert found.isdisjoint({names[id(leaf)] for leaf in leaves if id(leaf) in names})
     return found
 
