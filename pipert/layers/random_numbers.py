@@ -216,7 +216,7 @@ class Draws:
             remove_thread_local(_TASK)
 
     def _enter(self, device: torch.device) -> None:
-        """Acquire the default generator of ``device``; seed it, or resume the state the task left."""
+        """Acquire the generator of ``device``; seed it, or resume the state that the task left."""
         default = default_generator(device)
         default.enter(self)
         if device in self._states:
