@@ -28,7 +28,7 @@ class RankMicroBatch:
     """What a stage keeps of one micro-batch from its forward to its backward."""
 
     xs: Tensors
-    """The leaves that came in."""
+    """The leaves that came in with grad."""
     ys: Tensors
     """The tensors that left, or the loss."""
     parcel: Parcel

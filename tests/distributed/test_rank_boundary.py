@@ -59,8 +59,36 @@ def test_gradients_return_in_the_format_of_the_tensor() -> None:
     tensors = torch.randn(4, 6).t().requires_grad_(), torch.ones(2), torch.ones(2).requires_grad_()
     arrived = sent(pack(tensors, {}))
     assert [leaf.requires_grad for leaf in arrived.leaves()] == [True, False, True]
-    dx, zero = arrived.gradients([torch.ones(6, 4), None, None])
+    dx, zero = arrived.gradients([torch.ones(6, 4), None])
     assert dx.stride() == tensors[0].stride() and torch.equal(zero, torch.zeros(2))
+
+
+class AddsInPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.p = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.add_(self.p)
+
+
+def adds_in_place(rank: int) -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4).requires_grad_(False), AddsInPlace(), nn.Linear(4, 4))
+    x = torch.ones(4, 4)
+    pipe = distributed.Pipe(model, [1, 2], chunks=2)
+    pipe.forward_backward(x, target=x, loss_fn=F.mse_loss)
+    return {name: p.grad for name, p in pipe.named_parameters()}
+
+
+def test_no_gradient_returns_for_what_came_without_grad_and_was_changed_in_place() -> None:
+    model = nn.Sequential(nn.Linear(4, 4).requires_grad_(False), AddsInPlace())
+    arrived = sent(pack(model[0](torch.ones(4, 4)), {}))
+    (x,) = arrived.leaves()
+    assert model[1](x).requires_grad and arrived.gradients([]) == []
+    first, second = run(2, adds_in_place)
+    assert set(first.values()) == {None}
+    assert all(grad is not None for grad in second.values())
 
 
 class Differs(nn.Module):
