@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from pipert._torch import pytree
 from pipert.any_model.checkpointed_calls import objects_in, refuse_changes
 from pipert.any_model.intercept import _METADATA
-from pipert.batch.tensors import describe
+from pipert.batch.tensors import describe, tensors_of, versions
 from pipert.errors import PipertError
 
 __all__ = ["ReplayError"]
@@ -159,6 +159,25 @@ def refuse_changed_arguments(layer: str, values: Sequence[Any]) -> Iterator[None
 
 def _size(value: Any) -> int:
     return len(value) if isinstance(value, list | dict) else 0
+
+
+@contextmanager
+def inputs_unchanged(x: Any) -> Iterator[None]:
+    """Refuse own code in the block that changes the inputs, which further replays need."""
+    tensors = tensors_of(x)[0]
+    before = versions(tensors)
+    yield
+    for tensor, count, now in zip(tensors, before, versions(tensors), strict=True):
+        if count != now:
+            raise changed_input(tensor)
+
+
+def changed_input(tensor: Tensor) -> ReplayError:
+    """Return the error for a model that changes one of its inputs."""
+    return ReplayError(
+        f"the model changes one of its inputs in place, {describe(tensor)}; its forward runs again "
+        "for each partition on the same inputs, so change a clone"
+    )
 
 
 def modules_in(values: Sequence[Any]) -> list[nn.Module]:

@@ -316,10 +316,15 @@ def appends(model: Any, x: Tensor, h: Tensor) -> Any:
     return model.a(h, into=[])
 
 
+def changes_input(model: Any, x: Tensor, h: Tensor) -> Any:
+    return h * x.mul_(2)
+
+
 REFUSED: list[tuple[Callable[..., Any], str]] = [
     (needs_value, "needs the value of a tensor"), (writes_into_view, "under another name"),
     (reads_kept, "made unseen"), (changes_parameter, "changes a parameter"),
     (in_checkpoint, "torch.utils.checkpoint"), (appends, "changes an argument"),
+    (changes_input, "changes one of its inputs"),
 ]  # fmt: skip
 
 
@@ -331,6 +336,7 @@ def refused(rank: int, between: Callable[..., Any]) -> str:
     if between is appends:
         model.a = Appending(4, 4)
     x = torch.randn(4, 4)
+    before = x.clone()
     try:
         pipe = distributed.pipeline(model, ["b"], example=x, chunks=2)
         pipe.forward_backward(x, target=x, loss_fn=F.mse_loss)
@@ -338,6 +344,8 @@ def refused(rank: int, between: Callable[..., Any]) -> str:
         return str(error)
     except distributed.RankError as error:
         return str(error)
+    finally:
+        assert torch.equal(x, before)
     return "nothing was refused"
 
 
