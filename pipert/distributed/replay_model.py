@@ -81,6 +81,7 @@ class ReplayComputing:
         with inputs_unchanged(batch.inputs[i]):
             y = replay.run(cuts.model, batch.inputs[i])
         if batch.records[i] is None:
+            self.plan.refuse_changed_buffers(replay)
             batch.seen.append((replay.made, replay.used))
         return y
 

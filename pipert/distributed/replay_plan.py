@@ -14,7 +14,14 @@ from pipert._torch import NormBase
 from pipert._typing import Value
 from pipert.batch.tensors import tensors_of
 from pipert.batch.trees import flatten
-from pipert.distributed.placeholders import Cuts, Name, Record, ReplayError, inputs_unchanged
+from pipert.distributed.placeholders import (
+    Cuts,
+    Name,
+    Record,
+    ReplayError,
+    changed_buffer,
+    inputs_unchanged,
+)
 from pipert.distributed.replay import Replay
 from pipert.layers.modules import modules_of
 from pipert.layers.random_numbers import Draws, RunSeed
@@ -114,6 +121,13 @@ class ReplayPlan:
         copy = rebuild(tuple([tensor.detach().clone() for tensor in tensors]))
         with unchanged(self.cuts.model), inputs_unchanged(copy):
             replay.run(self.cuts.model, copy)
+            self.refuse_changed_buffers(replay)
+
+    def refuse_changed_buffers(self, replay: Replay) -> None:
+        """Refuse own code that has kept a layer's value in a buffer of the model."""
+        for name, buffer in self.cuts.model.named_buffers():
+            if replay.is_of_layers(buffer):
+                raise changed_buffer(name)
 
     def key(self, x: Value) -> Any:
         """Return what a record depends on: what is in the inputs, the shapes, the mode.

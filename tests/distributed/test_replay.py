@@ -266,6 +266,7 @@ class Chain(nn.Module):
     def __init__(self, between: Callable[[Any, Tensor, Tensor], Any]) -> None:
         super().__init__()
         self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
         self.between = between
 
     def forward(self, x: Tensor) -> Any:
@@ -320,11 +321,46 @@ def changes_input(model: Any, x: Tensor, h: Tensor) -> Any:
     return h * x.mul_(2)
 
 
+def adds_to_buffer(model: Any, x: Tensor, h: Tensor) -> Any:
+    model.mean.mul_(0.5).add_(h.detach().mean(0))
+    return h
+
+
+def adds_to_part_of_buffer(model: Any, x: Tensor, h: Tensor) -> Any:
+    model.mean[:2].copy_(h.detach()[0, :2])
+    return h
+
+
+def replaces_buffer(model: Any, x: Tensor, h: Tensor) -> Any:
+    model.mean = h.detach().mean(0)
+    return h
+
+
+class Hidden:
+    """What no pytree sees."""
+
+    def __init__(self, y: Tensor) -> None:
+        self.y = y
+
+
+class Hiding(nn.Linear):
+    def forward(self, x: Tensor) -> Any:
+        y = super().forward(x)
+        assert y.isfinite().all()
+        return Hidden(y)
+
+
+def hides(model: Any, x: Tensor, h: Any) -> Any:
+    return h.y
+
+
 REFUSED: list[tuple[Callable[..., Any], str]] = [
     (needs_value, "needs the value of a tensor"), (writes_into_view, "under another name"),
     (reads_kept, "made unseen"), (changes_parameter, "changes a parameter"),
     (in_checkpoint, "torch.utils.checkpoint"), (appends, "changes an argument"),
-    (changes_input, "changes one of its inputs"),
+    (changes_input, "changes one of its inputs"), (adds_to_buffer, "the buffer 'mean'"),
+    (adds_to_part_of_buffer, "the buffer 'mean'"), (replaces_buffer, "the buffer 'mean'"),
+    (hides, "inside of a Hidden"),
 ]  # fmt: skip
 
 
@@ -335,6 +371,8 @@ def refused(rank: int, between: Callable[..., Any]) -> str:
         model.a = Keeping(4, 4)
     if between is appends:
         model.a = Appending(4, 4)
+    if between is hides:
+        model.a = Hiding(4, 4)
     x = torch.randn(4, 4)
     before = x.clone()
     try:
@@ -393,6 +431,20 @@ def test_own_code_may_work_in_place() -> None:
         torch.testing.assert_close(other, loss.detach())
         for name, grad in grads.items():
             torch.testing.assert_close(grad, named[name].grad)
+
+
+def reuses_memory(model: Any, x: Tensor, h: Tensor) -> Any:
+    for _ in range(20):
+        buffer = torch.zeros_like(x)
+        buffer[:, 0] = h[:, 0]
+        h = h + buffer
+        del buffer
+        h = h + torch.zeros_like(x)
+    return h
+
+
+def test_memory_of_a_tensor_that_is_gone_may_be_used_again() -> None:
+    assert run(2, refused, reuses_memory) == ["nothing was refused"] * 2
 
 
 class Sharing(nn.Module):
