@@ -298,7 +298,7 @@ class Replay(TorchFunctionMode):
         self._header.calls[self._event] = self._cuts.layers[module], rebuild(tuple(leaves))
 
     def _skip(self, module: nn.Module, given: Tensors, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Return placeholders of a layer's results; its hooks see them, too."""
+        """Return placeholders of what a layer and its hooks return; its hooks see them, too."""
         name, result = self._header.calls.get(self._event, ("", None))
         if name != self._cuts.layers[module]:
             raise ReplayError(
@@ -307,10 +307,10 @@ class Replay(TorchFunctionMode):
             )
         leaves, spec = flatten(result)
         y = pytree.tree_unflatten([self._placeholder(leaf, given) for leaf in leaves], spec)
-        if not has_hooks(module):
-            return y
-        with forward_replaced(module, lambda *_, **__: y):
-            return plain_call(module)(*args, **kwargs)
+        if has_hooks(module):
+            with forward_replaced(module, lambda *_, **__: y):
+                plain_call(module)(*args, **kwargs)
+        return y
 
     def _placeholder(self, leaf: Any, given: Tensors) -> Any:
         if type(leaf) is Given:

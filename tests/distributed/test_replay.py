@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -215,6 +216,81 @@ def test_running_statistics(deferred: bool) -> None:
     for each in found:
         for name, buffer in each.items():
             torch.testing.assert_close(buffer, plain.get_buffer(name))
+
+
+class Hooked(Tied):
+    """Has hooks on a layer of the first partition, one of which changes what it returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0].register_forward_hook(lambda layer, args, y: y * 2)
+        self.blocks[0].register_full_backward_hook(lambda layer, dxs, dys: None)
+
+
+def hooked(rank: int) -> Any:
+    torch.manual_seed(0)
+    pipe = distributed.pipeline(Hooked(), ["blocks.2"], example=tied_batch(2), chunks=2)
+    given: dict[str, Any] = tied_batch(4)
+    return pipe.forward_backward(**given, loss_fn=loss_in_output)
+
+
+def test_hooks_on_layers_of_earlier_partitions() -> None:
+    torch.manual_seed(0)
+    loss = Hooked()(**tied_batch(4))["loss"].detach()
+    for found in run(2, hooked):
+        torch.testing.assert_close(found, loss)
+
+
+def infers(rank: int) -> Any:
+    pipe = distributed.pipeline(build("tied"), ["blocks.2"], example=tied_batch(2), chunks=2)
+    pipe.eval()
+    with torch.inference_mode():
+        found = pipe(**tied_batch(4)), distributed.Pipe(nn.Sequential(layer(8), layer(8)), [1, 1])
+        return found[0], found[1](torch.ones(2, 8))
+
+
+def test_a_forward_in_inference_mode() -> None:
+    expected = build("tied")(**tied_batch(4))["logits"].detach()
+    y, of_chain = run(2, infers)[1]
+    torch.testing.assert_close(y["logits"], expected)
+    assert of_chain.shape == (2, 8)
+
+
+def loads_of_another(rank: int) -> Any:
+    other = Chain(lambda *a: a[2])
+    other.get_buffer("mean").fill_(3)
+    before = {name: value.clone() for name, value in other.state_dict().items()}
+    with distributed.empty_parameters():
+        model: Any = Chain(lambda *a: a[2])
+    model.a.weight.rank_of_update = 8
+    x = torch.ones(4, 4)
+    pipe = distributed.pipeline(model, ["b"], example=x, load=other.state_dict().get)
+    state = pipe.state_dict()
+    for name, value in state.items():
+        torch.testing.assert_close(value, before[name])
+        value.add_(1)
+    for name, value in other.state_dict().items():
+        torch.testing.assert_close(value, before[name])
+    assert model.a.weight.rank_of_update == 8
+    with pytest.raises(ValueError, match="assign=True"):
+        pipe.load_state_dict(state, assign=True)
+    return sorted(state)
+
+
+def test_loaded_values_are_copies_and_none_is_assigned() -> None:
+    first, second = run(2, loads_of_another)
+    assert "a.weight" in first and "b.weight" in second and "mean" in second
+
+
+def test_empty_parameters_that_layers_share_stay_one_and_other_threads_get_real_ones() -> None:
+    weight = nn.Parameter(torch.ones(2, 2))
+    with distributed.empty_parameters(), distributed.empty_parameters():
+        first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+        first.weight = second.weight = weight
+        with ThreadPoolExecutor(1) as threads:
+            elsewhere = threads.submit(nn.Linear, 2, 2).result()
+    assert first.weight is second.weight and first.weight.is_meta
+    assert not elsewhere.weight.is_meta and not nn.Linear(2, 2).weight.is_meta
 
 
 def shards(rank: int) -> str:
