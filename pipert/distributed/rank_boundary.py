@@ -38,6 +38,8 @@ class Parcel(NamedTuple):
 
 FAILED = Parcel(b"failed", ())
 """What a partition sends after a failure."""
+SENT = Parcel(b"sent", ())
+"""In the place of a parcel that was sent."""
 
 
 def pack(value: Value, handed_on: Shared) -> Parcel:
