@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from pipert._torch import pytree
 from pipert.any_model.checkpointed_calls import objects_in, refuse_changes
 from pipert.any_model.intercept import _METADATA
-from pipert.batch.tensors import describe
+from pipert.batch.tensors import describe, tensors_of, versions
+from pipert.batch.trees import REMEDY, flatten, held_by
 from pipert.errors import PipertError
+from pipert.layers.nested_checkpoint import is_in_checkpoint
 
 __all__ = ["ReplayError"]
 
@@ -159,6 +161,49 @@ def refuse_changed_arguments(layer: str, values: Sequence[Any]) -> Iterator[None
 
 def _size(value: Any) -> int:
     return len(value) if isinstance(value, list | dict) else 0
+
+
+@contextmanager
+def inputs_unchanged(x: Any) -> Iterator[None]:
+    """Refuse own code in the block that changes the inputs, which further replays need."""
+    tensors = tensors_of(x)[0]
+    before = versions(tensors)
+    yield
+    for tensor, count, now in zip(tensors, before, versions(tensors), strict=True):
+        if count != now:
+            raise ReplayError(
+                f"the model changes one of its inputs in place, {describe(tensor)}; its forward "
+                "runs again for each partition on the same inputs, so change a clone"
+            )
+
+
+def changed_buffer(name: str) -> ReplayError:
+    """Return the error for own code that keeps a layer's value in a buffer."""
+    return ReplayError(
+        f"the model's own code writes a value of a layer into the buffer {name!r}: only the rank "
+        "that has the value would change its own; do that inside of the layer"
+    )
+
+
+def refuse_hidden(layer: str, y: Any) -> None:
+    """Refuse a layer that returns tensors in an object in which none is looked for."""
+    for leaf in flatten(y)[0]:
+        hidden = not isinstance(leaf, Tensor) and any(isinstance(h, Tensor) for h in held_by(leaf))
+        if hidden:
+            raise ReplayError(
+                f"the layer {layer!r} returns a tensor inside of a {type(leaf).__qualname__}, where"
+                f" other ranks would not find it; {REMEDY}"
+            )
+
+
+def refuse_unrepeatable() -> None:
+    """Refuse a call of a layer that a checkpoint of the own code would repeat."""
+    if torch.is_grad_enabled() and is_in_checkpoint():
+        raise ReplayError(
+            "the model's own code calls a layer inside of torch.utils.checkpoint, which would "
+            "call it again without what other ranks have sent; give the pipe checkpoint=, or "
+            "checkpoint inside of the layer"
+        )
 
 
 def modules_in(values: Sequence[Any]) -> list[nn.Module]:

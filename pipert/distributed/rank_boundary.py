@@ -38,6 +38,8 @@ class Parcel(NamedTuple):
 
 FAILED = Parcel(b"failed", ())
 """What a partition sends after a failure."""
+SENT = Parcel(b"sent", ())
+"""In the place of a parcel that was sent."""
 
 
 def pack(value: Value, handed_on: Shared) -> Parcel:
@@ -73,11 +75,12 @@ class Arrived:
         return tuple([tensor.requires_grad_(grad) for tensor, grad in pairs])
 
     def gradients(self, dxs: Sequence[Tensor | None]) -> list[Tensor]:
-        """Return the gradients to send back: zeros for a leaf that has none."""
+        """Return the gradients to send back of leaves that came with grad: zeros where ``None``."""
+        # Not of all that require grad now, which a layer that changes a leaf in place may cause.
+        leaves = [leaf for leaf, grad in zip(self.tensors, self._grads, strict=True) if grad]
         return [
             torch.zeros_like(leaf) if dx is None else _dense_like(dx, leaf)
-            for leaf, dx in zip(self.tensors, dxs, strict=True)
-            if leaf.requires_grad
+            for leaf, dx in zip(leaves, dxs, strict=True)
         ]
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from pipert.model.split import sequential
 
@@ -21,7 +22,7 @@ __all__ = ["empty_parameters"]
 
 Load = Callable[[str], Tensor | None] | str | os.PathLike[str]
 META = torch.device("meta")
-_lock = threading.Lock()
+_lock = threading.RLock()
 
 
 @contextmanager
@@ -30,7 +31,7 @@ def empty_parameters() -> Iterator[None]:
 
     Give the model to :func:`pipert.distributed.pipeline` with ``load=``: each rank then holds only
     its own parameters, at any time. Initialising a parameter does nothing. Parameters are tied as
-    usual. Not for several threads at once: another one that enters waits.
+    usual. Other threads build models as always; one that enters such a block waits.
 
     >>> with pipert.distributed.empty_parameters():
     ...     layer = torch.nn.Linear(2, 2)
@@ -38,13 +39,15 @@ def empty_parameters() -> Iterator[None]:
     'meta'
     """
     with _lock:
-        register = nn.Module.register_parameter
+        register, owner = nn.Module.register_parameter, threading.get_ident()
+        metas = WeakIdKeyDictionary()  # a parameter that is registered twice stays one
 
         def on_meta(self: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-            if parameter is not None and not parameter.is_meta:
-                kind = type(parameter)
-                made = kind(parameter.detach().to(META), requires_grad=parameter.requires_grad)
-                parameter = made
+            is_here = threading.get_ident() == owner
+            if is_here and parameter is not None and not parameter.is_meta:
+                if parameter not in metas:
+                    metas[parameter] = _like(parameter, parameter.detach().to(META))
+                parameter = metas[parameter]
             register(self, name, parameter)
 
         setattr(nn.Module, "register_parameter", on_meta)  # noqa: B010
@@ -137,7 +140,7 @@ def materialise(
         if parameter in own:
             value = next((v for name in called if (v := value_of(name)) is not None), None)
             if value is not None:
-                value = _fitting(value, parameter, called[0])
+                value = _fitting(value, parameter, called[0], device)
             elif parameter.is_meta and load is not None:
                 missing.append(called[0])
             made = parameter if value is None else value
@@ -145,8 +148,7 @@ def materialise(
         else:
             made = parameter.detach().to(META)
         if made is not parameter:
-            kind = type(parameter)
-            new[parameter] = kind(made.detach(), requires_grad=parameter.requires_grad)
+            new[parameter] = _like(parameter, made.detach())
     if missing:
         raise ValueError(f"load has no values for the parameters {missing}")
     for prefix, module in model.named_modules():
@@ -162,15 +164,27 @@ def materialise(
                         f"the buffer {path!r} is on the meta device, without a value; build the "
                         "model in pipert.distributed.empty_parameters()"
                     )
-                module._buffers[name] = (buffer if value is None else value).to(device)
+                if value is None:
+                    module._buffers[name] = buffer.to(device)
+                else:
+                    module._buffers[name] = value.detach().to(device, buffer.dtype, copy=True)
     return new
 
 
-def _fitting(value: Tensor, parameter: nn.Parameter, name: str) -> Tensor:
+def _like(parameter: nn.Parameter, value: Tensor) -> nn.Parameter:
+    """Return a parameter of the same kind, with the same attributes."""
+    kind: type[nn.Parameter] = type(parameter)
+    made = kind(value, requires_grad=parameter.requires_grad)
+    made.__dict__.update(parameter.__dict__)
+    return made
+
+
+def _fitting(value: Tensor, parameter: Tensor, name: str, device: torch.device) -> Tensor:
+    """Return a copy of the value, since ``load`` may return tensors of another model."""
     if value.shape != parameter.shape:
         shapes = f"{tuple(value.shape)}, but the parameter has {tuple(parameter.shape)}"
         raise ValueError(f"load returned a tensor of shape {shapes}: {name!r}")
-    return value.detach().to(parameter.dtype)
+    return value.detach().to(device, parameter.dtype, copy=True)
 
 
 def own_tree(

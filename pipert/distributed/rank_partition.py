@@ -159,18 +159,19 @@ class RankPartition:
         """Compute ``F`` of a micro-batch by ``call(*tensors)``, which calls the module.
 
         Returns:
-            The tensors that came, those that left, and what is to be sent.
+            The tensors that came with grad, those that left, and what is to be sent.
         """
         self._i, self._left = i, dict[str, Any]()
         arrived = self.arrived.get(i)
         self.batch.is_failed |= self.place.j > 0 and arrived is None
         xs = () if arrived is None else arrived.leaves()
+        with_grad = tuple([x for x in xs if x.requires_grad])
         ys, parcel = call(*xs), FAILED
         ys = ys if isinstance(ys, tuple) else (ys,)
         if self._left and not self.place.is_last:
             with self._noting_errors(Action(FORWARD, i, self.place.j)):
                 parcel = pack(self._left["rebuild"](ys), self._left["handed_on"])
-        return xs, ys, parcel
+        return with_grad, ys, parcel
 
     def forward(self, tensors: Tensors) -> Tensors:
         """Call the layers with the tensors that came; return those that leave, or the loss.

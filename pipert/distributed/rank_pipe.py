@@ -73,7 +73,8 @@ class RankPipe(nn.Module):
             RankError: another rank failed.
             Exception: as :meth:`pipert.Pipe.forward`.
         """
-        with torch.no_grad():
+        # Under inference_mode, tensors that cross would have no version.
+        with torch.inference_mode(False), torch.no_grad():
             return self._runtime.run(CallArguments(args, kwargs, None), self._settings, None)[1]
 
     def forward_backward(

@@ -69,9 +69,10 @@ def pipeline(
         load: the values of parameters: a function that returns that of a name as a tensor, or
             ``None`` if it has none; or the path of a safetensors file, or of a folder of such
             files. Each rank asks for its own names. Default: values as they are; parameters on
-            the meta device get memory without values.
+            the meta device get memory that is not initialised, to load a state into.
         inputs: ``'first'`` (default): the first rank's arguments are sent to all ranks;
-            ``'everywhere'``: each rank has the same arguments.
+            ``'everywhere'``: each rank gives the same arguments. That is not checked: if tensors
+            differ between ranks, results are wrong.
 
     Raises:
         ValueError: as :func:`pipert.pipeline`; or the ranks were given different arguments, or the
@@ -203,6 +204,15 @@ class ModulePipe(RankPipe):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """As in ``nn.Module``; from the whole model's state it takes this rank's part."""
+        """As in ``nn.Module``; from the whole model's state it takes this rank's part.
+
+        Raises:
+            ValueError: ``assign`` is true: the model would keep its old parameters.
+        """
+        if assign:
+            raise ValueError(
+                "assign=True cannot replace the parameters of a model over ranks; leave it out, so "
+                "that values are copied, or give pipeline load="
+            )
         own = {name: value for name, value in state_dict.items() if name in self._own_names}
-        return super().load_state_dict(own, strict, assign)
+        return super().load_state_dict(own, strict)

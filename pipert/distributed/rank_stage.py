@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from pipert._typing import Tensors
-from pipert.distributed.rank_boundary import FAILED, Arrived, Parcel, transfers
+from pipert.distributed.rank_boundary import FAILED, SENT, Arrived, Parcel, transfers
 from pipert.distributed.rank_partition import RankPartition
 from pipert.distributed.rank_reports import Site
 from pipert.distributed.split_backward import IS_SPLIT, behind_one_node, can_be_split
@@ -25,19 +25,31 @@ from pipert.distributed.split_backward import IS_SPLIT, behind_one_node, can_be_
 
 @dataclass(slots=True, eq=False)
 class RankMicroBatch:
-    """What a stage keeps of one micro-batch from its forward to its backward."""
+    """What a stage keeps of one micro-batch from its forward to its backward.
+
+    What is sent, or is not needed again, is dropped, so that 1F1B keeps no boundary tensors of more
+    micro-batches than there are partitions.
+    """
 
     xs: Tensors
-    """The leaves that came in."""
+    """The leaves that came in with grad."""
     ys: Tensors
     """The tensors that left, or the loss."""
     parcel: Parcel
+    """``SENT`` once that was sent, unless it is ``FAILED``."""
     dys: Sequence[Tensor] = ()
     """The gradients of those ``ys`` that require grad."""
     dxs: Sequence[Tensor] = ()
     """The gradients to send back."""
     second_half: dict[str, Any] = field(default_factory=dict)
     """What the second half of a split backward takes."""
+
+    def take_parcel(self) -> Parcel:
+        """Return what is to be sent, and drop it."""
+        parcel = self.parcel
+        if parcel is not FAILED:
+            self.parcel = SENT
+        return parcel
 
 
 class RankStage(PipelineStage):
@@ -83,17 +95,21 @@ class RankStage(PipelineStage):
 
     def forward_one_chunk(self, i: int, *_: Any, **__: Any) -> Any:  # type: ignore[override]
         kept = RankMicroBatch(*self._partition.compute(i, self.forward_maybe_with_nosync))
-        self._kept[i] = kept
+        self._kept[i], ys = kept, kept.ys
+        if not self.has_backward:
+            kept.xs = kept.ys = ()
+            self._partition.arrived.pop(i, None)
         if self.is_last:
-            return kept.ys[0]
-        if self._after != dist.get_rank():
-            tag = self._tag(i, self.stage_index + 1)
-            sent = self._agreement.send(kept.parcel.header, self._after, tag)
-            self._partition.batch.sent += sent
-        return kept.parcel
+            return ys[0]
+        if self._after == dist.get_rank():
+            return kept.take_parcel()
+        tag = self._tag(i, self.stage_index + 1)
+        self._partition.batch.sent += self._agreement.send(kept.parcel.header, self._after, tag)
+        return None
 
     def get_fwd_send_ops(self, i: int) -> list[dist.P2POp]:
-        return transfers(dist.isend, self._kept[i].parcel.tensors, self._after, self._group)
+        tensors = self._kept[i].take_parcel().tensors
+        return transfers(dist.isend, tensors, self._after, self._group)
 
     def get_bwd_recv_ops(self, i: int) -> list[dist.P2POp]:
         kept = self._kept[i]
@@ -139,7 +155,7 @@ class RankStage(PipelineStage):
                 given["param_groups"] = groups
 
         partition.backward(i, go_back)
-        kept.ys = kept.xs = ()
+        kept.ys = kept.xs = kept.dys = ()
         if (arrived := partition.arrived.pop(i, None)) is not None:
             kept.dxs = arrived.gradients(dxs)
 

@@ -63,11 +63,12 @@ from pipert.distributed.placeholders import (
     modules_in,
     on_meta,
     refuse_changed_arguments,
+    refuse_hidden,
+    refuse_unrepeatable,
     unseen,
     written_elsewhere,
 )
 from pipert.layers.intercepted import here
-from pipert.layers.nested_checkpoint import is_in_checkpoint
 
 
 class Leave(BaseException):
@@ -106,7 +107,8 @@ class Replay(TorchFunctionMode):
         self._received: dict[Name, Tensor] = {}
         self._names: dict[int, tuple[weakref.ref[Tensor], Name]] = {}
         self._by_name: dict[Name, weakref.ref[Tensor]] = {}
-        self._written: dict[int, str] = {}  # storages of inputs' tensors that own code has written
+        # By their numbers, storages of inputs' tensors that own code has written, and by what.
+        self._written: dict[int, tuple[str, Any]] = {}
         self.used: dict[Name, int] = {}
         """For each name, the last partition that uses it, if another one has made it."""
         self.own_parameters: dict[nn.Parameter, set[int]] = defaultdict(set)
@@ -165,6 +167,11 @@ class Replay(TorchFunctionMode):
         found = self._names.get(id(tensor))
         return found[1] if found is not None and found[0]() is tensor else None
 
+    def is_of_layers(self, tensor: Tensor) -> bool:
+        """Whether layers have made a tensor, or own code has written their values into it."""
+        is_named = self._name(tensor) is not None
+        return is_named or bool(self._written) and storage_of(tensor) in self._written
+
     def _register(self, tensor: Tensor, name: Name) -> None:
         if self._name(tensor) is None:
             reference = weakref.ref(tensor)
@@ -181,8 +188,8 @@ class Replay(TorchFunctionMode):
                     self.used[name] = self._phase
             elif tensor.is_meta or tensor.grad_fn is not None:
                 raise unseen(self._phase, tensor)
-            elif self._written and storage_of(tensor) in self._written:
-                raise written_elsewhere(self._written[storage_of(tensor)])
+            elif self.is_of_layers(tensor):
+                raise written_elsewhere(self._written[storage_of(tensor)][0])
 
     def _real(self, tensor: Tensor) -> Tensor:
         """Return the tensor for ``tensor`` in the partition that is computed."""
@@ -225,7 +232,7 @@ class Replay(TorchFunctionMode):
             if begins > self._phase:
                 self._go_on_to(begins)
             self._event += 1
-            self._refuse_unrepeatable()
+            refuse_unrepeatable()
             given = tensors_of((args, kwargs))[0]
             self._note_uses(given)
             for one in (module, *modules_in((*args, *kwargs.values()))):
@@ -263,14 +270,6 @@ class Replay(TorchFunctionMode):
             raise Leave
         self._phase = begins
 
-    def _refuse_unrepeatable(self) -> None:
-        if torch.is_grad_enabled() and is_in_checkpoint():
-            raise ReplayError(
-                "the model's own code calls a layer inside of torch.utils.checkpoint, which would "
-                "call it again without what other ranks have sent; give the pipe checkpoint=, or "
-                "checkpoint inside of the layer"
-            )
-
     def _record_call(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         """Call a layer on meta; refuse it if it keeps its results in its arguments."""
         with refuse_changed_arguments(self._cuts.layers[module], (*args, *kwargs.values())):
@@ -282,6 +281,7 @@ class Replay(TorchFunctionMode):
                 self._depth -= 1
 
     def _note_result(self, module: nn.Module, given: Tensors, y: Any) -> None:
+        refuse_hidden(self._cuts.layers[module], y)
         tensors, rebuild = tensors_of(y)
         of = {id(tensor): k for k, tensor in enumerate(given)}
         leaves: list[Any] = []
@@ -298,7 +298,7 @@ class Replay(TorchFunctionMode):
         self._header.calls[self._event] = self._cuts.layers[module], rebuild(tuple(leaves))
 
     def _skip(self, module: nn.Module, given: Tensors, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Return placeholders of a layer's results; its hooks see them, too."""
+        """Return placeholders of what a layer and its hooks return; its hooks see them, too."""
         name, result = self._header.calls.get(self._event, ("", None))
         if name != self._cuts.layers[module]:
             raise ReplayError(
@@ -307,10 +307,10 @@ class Replay(TorchFunctionMode):
             )
         leaves, spec = flatten(result)
         y = pytree.tree_unflatten([self._placeholder(leaf, given) for leaf in leaves], spec)
-        if not has_hooks(module):
-            return y
-        with forward_replaced(module, lambda *_, **__: y):
-            return plain_call(module)(*args, **kwargs)
+        if has_hooks(module):
+            with forward_replaced(module, lambda *_, **__: y):
+                plain_call(module)(*args, **kwargs)
+        return y
 
     def _placeholder(self, leaf: Any, given: Tensors) -> Any:
         if type(leaf) is Given:
@@ -366,7 +366,7 @@ class Replay(TorchFunctionMode):
                 )
             if self._name(tensor) is None:
                 if not tensor.is_meta:
-                    self._written[storage_of(tensor)] = called(func)
+                    self._written[storage_of(tensor)] = called(func), tensor.untyped_storage()
                 self._register(tensor, (self._event, -1 - k))
         return y
 

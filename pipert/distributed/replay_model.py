@@ -15,7 +15,7 @@ from pipert._typing import Value
 from pipert.any_model.checkpointed_calls import checkpointed_call
 from pipert.any_model.map_tensors import map_tensors
 from pipert.batch.tensors import tensors_of
-from pipert.distributed.placeholders import forward_replaced
+from pipert.distributed.placeholders import forward_replaced, inputs_unchanged
 from pipert.distributed.rank_partition import RankBatch
 from pipert.distributed.replay import Replay
 from pipert.distributed.replay_plan import ReplayPlan, event_drawing
@@ -78,8 +78,10 @@ class ReplayComputing:
         replay = Replay(cuts, self.place.j, device, drawing, compute, batch.records[i])
         if self.place.j:
             replay.receive(*x)
-        y = replay.run(cuts.model, batch.inputs[i])
+        with inputs_unchanged(batch.inputs[i]):
+            y = replay.run(cuts.model, batch.inputs[i])
         if batch.records[i] is None:
+            self.plan.refuse_changed_buffers(replay)
             batch.seen.append((replay.made, replay.used))
         return y
 

@@ -12,8 +12,16 @@ from torch import nn
 
 from pipert._torch import NormBase
 from pipert._typing import Value
+from pipert.batch.tensors import tensors_of
 from pipert.batch.trees import flatten
-from pipert.distributed.placeholders import Cuts, Name, Record, ReplayError
+from pipert.distributed.placeholders import (
+    Cuts,
+    Name,
+    Record,
+    ReplayError,
+    changed_buffer,
+    inputs_unchanged,
+)
 from pipert.distributed.replay import Replay
 from pipert.layers.modules import modules_of
 from pipert.layers.random_numbers import Draws, RunSeed
@@ -75,8 +83,7 @@ class ReplayPlan:
         """
         replay, _ = self._recording()
         try:
-            with unchanged(self.cuts.model):
-                replay.run(self.cuts.model, example)
+            self._run(replay, example)
         except ReplayError as error:
             if not error.needs_values:
                 raise
@@ -108,6 +115,20 @@ class ReplayPlan:
         draw: Callable[[int], Any] = lambda event: blocks[event == OWN_STREAM](event)  # noqa: E731
         return Replay(self.cuts, self.cuts.n, self.device, draw, _compute_nothing, None), own
 
+    def _run(self, replay: Replay, x: Value) -> None:
+        """Record; a model that is refused leaves its buffers and the inputs unchanged."""
+        tensors, rebuild = tensors_of(x)
+        copy = rebuild(tuple([tensor.detach().clone() for tensor in tensors]))
+        with unchanged(self.cuts.model), inputs_unchanged(copy):
+            replay.run(self.cuts.model, copy)
+            self.refuse_changed_buffers(replay)
+
+    def refuse_changed_buffers(self, replay: Replay) -> None:
+        """Refuse own code that has kept a layer's value in a buffer of the model."""
+        for name, buffer in self.cuts.model.named_buffers():
+            if replay.is_of_layers(buffer):
+                raise changed_buffer(name)
+
     def key(self, x: Value) -> Any:
         """Return what a record depends on: what is in the inputs, the shapes, the mode.
 
@@ -129,8 +150,7 @@ class ReplayPlan:
             return found
         replay, own = self._recording(i, seed)
         try:
-            with unchanged(self.cuts.model):
-                replay.run(self.cuts.model, x)
+            self._run(replay, x)
         except ReplayError as error:
             if not error.needs_values:
                 raise

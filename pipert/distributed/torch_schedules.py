@@ -36,8 +36,8 @@ def check_schedule(schedule: Any, n: int, ranks: int, checkpoint: str) -> str:
         needed, fits = "two partitions on each rank", n == 2 * ranks
     if not fits:
         raise ValueError(
-            f"schedule {schedule!r} needs {needed}, but balance has {n} for {ranks} ranks; "
-            "'interleaved' takes any multiple"
+            f"schedule {schedule!r} needs {needed}, but there are {n} partitions for {ranks} "
+            "ranks; 'interleaved' takes any multiple"
         )
     if name in _SPLITTING and checkpoint != "never":
         raise ValueError(

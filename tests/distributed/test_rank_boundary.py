@@ -14,6 +14,7 @@ from pipert import distributed
 from pipert.balance import Arguments, crossing_sizes
 from pipert.distributed import rank_partition
 from pipert.distributed.rank_boundary import Arrived, Parcel, pack
+from pipert.distributed.rank_stage import RankStage
 from tests.distributed.launcher import run
 from tests.distributed.test_features import Case, trees, u_net
 
@@ -59,8 +60,36 @@ def test_gradients_return_in_the_format_of_the_tensor() -> None:
     tensors = torch.randn(4, 6).t().requires_grad_(), torch.ones(2), torch.ones(2).requires_grad_()
     arrived = sent(pack(tensors, {}))
     assert [leaf.requires_grad for leaf in arrived.leaves()] == [True, False, True]
-    dx, zero = arrived.gradients([torch.ones(6, 4), None, None])
+    dx, zero = arrived.gradients([torch.ones(6, 4), None])
     assert dx.stride() == tensors[0].stride() and torch.equal(zero, torch.zeros(2))
+
+
+class AddsInPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.p = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.add_(self.p)
+
+
+def adds_in_place(rank: int) -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4).requires_grad_(False), AddsInPlace(), nn.Linear(4, 4))
+    x = torch.ones(4, 4)
+    pipe = distributed.Pipe(model, [1, 2], chunks=2)
+    pipe.forward_backward(x, target=x, loss_fn=F.mse_loss)
+    return {name: p.grad for name, p in pipe.named_parameters()}
+
+
+def test_no_gradient_returns_for_what_came_without_grad_and_was_changed_in_place() -> None:
+    model = nn.Sequential(nn.Linear(4, 4).requires_grad_(False), AddsInPlace())
+    arrived = sent(pack(model[0](torch.ones(4, 4)), {}))
+    (x,) = arrived.leaves()
+    assert model[1](x).requires_grad and arrived.gradients([]) == []
+    first, second = run(2, adds_in_place)
+    assert set(first.values()) == {None}
+    assert all(grad is not None for grad in second.values())
 
 
 class Differs(nn.Module):
@@ -99,6 +128,36 @@ def test_micro_batches_may_differ_in_all_that_crosses() -> None:
         expected = torch.cat(parts)
         torch.testing.assert_close(outputs, expected)
         torch.testing.assert_close(loss, F.mse_loss(expected, torch.ones(rows, 4)))
+
+
+def keeps(rank: int, schedule: str, balance: list[int]) -> list[int]:
+    """Returns how many boundary tensors are alive at the end, after a step and an evaluation."""
+    alive: list[int] = []
+    end = RankStage.end
+
+    def counting(stage: RankStage) -> None:
+        for kept in stage._kept.values():
+            alive.append(sum(map(len, (kept.xs, kept.ys, kept.dys, kept.dxs, kept.parcel.tensors))))
+        alive.append(len(stage._partition.arrived))
+        end(stage)
+
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
+    pipe = distributed.Pipe(model, balance, chunks=4, schedule=schedule)
+    x = torch.ones(8, 4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RankStage, "end", counting)
+        pipe.forward_backward(x, target=x, loss_fn=F.mse_loss)
+        pipe(x)
+    return alive
+
+
+@pytest.mark.parametrize(
+    ("schedule", "balance"),
+    [("1f1b", [2, 2]), ("interleaved", [1] * 4), ("ZBVZeroBubble", [1] * 4)],
+)
+def test_no_boundary_tensor_is_kept_after_its_use(schedule: str, balance: list[int]) -> None:
+    for alive in run(2, keeps, schedule, balance):
+        assert len(alive) >= 10 and not any(alive)
 
 
 def bytes_sent(rank: int, case: Case, balance: list[int]) -> int:

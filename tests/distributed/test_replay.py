@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -217,6 +218,81 @@ def test_running_statistics(deferred: bool) -> None:
             torch.testing.assert_close(buffer, plain.get_buffer(name))
 
 
+class Hooked(Tied):
+    """Has hooks on a layer of the first partition, one of which changes what it returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0].register_forward_hook(lambda layer, args, y: y * 2)
+        self.blocks[0].register_full_backward_hook(lambda layer, dxs, dys: None)
+
+
+def hooked(rank: int) -> Any:
+    torch.manual_seed(0)
+    pipe = distributed.pipeline(Hooked(), ["blocks.2"], example=tied_batch(2), chunks=2)
+    given: dict[str, Any] = tied_batch(4)
+    return pipe.forward_backward(**given, loss_fn=loss_in_output)
+
+
+def test_hooks_on_layers_of_earlier_partitions() -> None:
+    torch.manual_seed(0)
+    loss = Hooked()(**tied_batch(4))["loss"].detach()
+    for found in run(2, hooked):
+        torch.testing.assert_close(found, loss)
+
+
+def infers(rank: int) -> Any:
+    pipe = distributed.pipeline(build("tied"), ["blocks.2"], example=tied_batch(2), chunks=2)
+    pipe.eval()
+    with torch.inference_mode():
+        found = pipe(**tied_batch(4)), distributed.Pipe(nn.Sequential(layer(8), layer(8)), [1, 1])
+        return found[0], found[1](torch.ones(2, 8))
+
+
+def test_a_forward_in_inference_mode() -> None:
+    expected = build("tied")(**tied_batch(4))["logits"].detach()
+    y, of_chain = run(2, infers)[1]
+    torch.testing.assert_close(y["logits"], expected)
+    assert of_chain.shape == (2, 8)
+
+
+def loads_of_another(rank: int) -> Any:
+    other = Chain(lambda *a: a[2])
+    other.get_buffer("mean").fill_(3)
+    before = {name: value.clone() for name, value in other.state_dict().items()}
+    with distributed.empty_parameters():
+        model: Any = Chain(lambda *a: a[2])
+    model.a.weight.rank_of_update = 8
+    x = torch.ones(4, 4)
+    pipe = distributed.pipeline(model, ["b"], example=x, load=other.state_dict().get)
+    state = pipe.state_dict()
+    for name, value in state.items():
+        torch.testing.assert_close(value, before[name])
+        value.add_(1)
+    for name, value in other.state_dict().items():
+        torch.testing.assert_close(value, before[name])
+    assert model.a.weight.rank_of_update == 8
+    with pytest.raises(ValueError, match="assign=True"):
+        pipe.load_state_dict(state, assign=True)
+    return sorted(state)
+
+
+def test_loaded_values_are_copies_and_none_is_assigned() -> None:
+    first, second = run(2, loads_of_another)
+    assert "a.weight" in first and "b.weight" in second and "mean" in second
+
+
+def test_empty_parameters_that_layers_share_stay_one_and_other_threads_get_real_ones() -> None:
+    weight = nn.Parameter(torch.ones(2, 2))
+    with distributed.empty_parameters(), distributed.empty_parameters():
+        first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+        first.weight = second.weight = weight
+        with ThreadPoolExecutor(1) as threads:
+            elsewhere = threads.submit(nn.Linear, 2, 2).result()
+    assert first.weight is second.weight and first.weight.is_meta
+    assert not elsewhere.weight.is_meta and not nn.Linear(2, 2).weight.is_meta
+
+
 def shards(rank: int) -> str:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -266,6 +342,7 @@ class Chain(nn.Module):
     def __init__(self, between: Callable[[Any, Tensor, Tensor], Any]) -> None:
         super().__init__()
         self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
         self.between = between
 
     def forward(self, x: Tensor) -> Any:
@@ -316,10 +393,50 @@ def appends(model: Any, x: Tensor, h: Tensor) -> Any:
     return model.a(h, into=[])
 
 
+def changes_input(model: Any, x: Tensor, h: Tensor) -> Any:
+    return h * x.mul_(2)
+
+
+def adds_to_buffer(model: Any, x: Tensor, h: Tensor) -> Any:
+    model.mean.mul_(0.5).add_(h.detach().mean(0))
+    return h
+
+
+def adds_to_part_of_buffer(model: Any, x: Tensor, h: Tensor) -> Any:
+    model.mean[:2].copy_(h.detach()[0, :2])
+    return h
+
+
+def replaces_buffer(model: Any, x: Tensor, h: Tensor) -> Any:
+    model.mean = h.detach().mean(0)
+    return h
+
+
+class Hidden:
+    """What no pytree sees."""
+
+    def __init__(self, y: Tensor) -> None:
+        self.y = y
+
+
+class Hiding(nn.Linear):
+    def forward(self, x: Tensor) -> Any:
+        y = super().forward(x)
+        assert y.isfinite().all()
+        return Hidden(y)
+
+
+def hides(model: Any, x: Tensor, h: Any) -> Any:
+    return h.y
+
+
 REFUSED: list[tuple[Callable[..., Any], str]] = [
     (needs_value, "needs the value of a tensor"), (writes_into_view, "under another name"),
     (reads_kept, "made unseen"), (changes_parameter, "changes a parameter"),
     (in_checkpoint, "torch.utils.checkpoint"), (appends, "changes an argument"),
+    (changes_input, "changes one of its inputs"), (adds_to_buffer, "the buffer 'mean'"),
+    (adds_to_part_of_buffer, "the buffer 'mean'"), (replaces_buffer, "the buffer 'mean'"),
+    (hides, "inside of a Hidden"),
 ]  # fmt: skip
 
 
@@ -330,7 +447,10 @@ def refused(rank: int, between: Callable[..., Any]) -> str:
         model.a = Keeping(4, 4)
     if between is appends:
         model.a = Appending(4, 4)
+    if between is hides:
+        model.a = Hiding(4, 4)
     x = torch.randn(4, 4)
+    before = x.clone()
     try:
         pipe = distributed.pipeline(model, ["b"], example=x, chunks=2)
         pipe.forward_backward(x, target=x, loss_fn=F.mse_loss)
@@ -338,6 +458,8 @@ def refused(rank: int, between: Callable[..., Any]) -> str:
         return str(error)
     except distributed.RankError as error:
         return str(error)
+    finally:
+        assert torch.equal(x, before)
     return "nothing was refused"
 
 
@@ -385,6 +507,20 @@ def test_own_code_may_work_in_place() -> None:
         torch.testing.assert_close(other, loss.detach())
         for name, grad in grads.items():
             torch.testing.assert_close(grad, named[name].grad)
+
+
+def reuses_memory(model: Any, x: Tensor, h: Tensor) -> Any:
+    for _ in range(20):
+        buffer = torch.zeros_like(x)
+        buffer[:, 0] = h[:, 0]
+        h = h + buffer
+        del buffer
+        h = h + torch.zeros_like(x)
+    return h
+
+
+def test_memory_of_a_tensor_that_is_gone_may_be_used_again() -> None:
+    assert run(2, refused, reuses_memory) == ["nothing was refused"] * 2
 
 
 class Sharing(nn.Module):
