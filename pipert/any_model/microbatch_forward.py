@@ -28,9 +28,9 @@ Guarantees:
 * **H3** an error is raised by the ``F`` that has handed off. A ``forward`` that will get no further
   partition is unwound: the call in which it waits raises :class:`Unwound`, which is no
   ``Exception``. If model code catches it, the next call of a layer raises it again. When the call
-  returns, raises or is interrupted, each ``forward`` has ended (**R2**), except in a run that was given up
-  while a ``forward`` was in the middle of a partition: it is unwound at its next wait, and its
-  worker is busy until then.
+  returns, raises or is interrupted, each ``forward`` has ended (**R2**), except in a run that was
+  given up while a ``forward`` was in the middle of a partition: it is unwound at its next wait, and
+  its worker is busy until then.
 * **H4** an idle micro-batch thread references nothing of its last micro-batch, and none of its
   context is in effect. A thread whose ``forward`` was broken off ends, since the state of its
   context is unknown.
