@@ -6,6 +6,7 @@ import json
 import mmap
 import os
 import threading
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from pipert.model.split import sequential
 
@@ -40,14 +40,17 @@ def empty_parameters() -> Iterator[None]:
     """
     with _lock:
         register, owner = nn.Module.register_parameter, threading.get_ident()
-        metas = WeakIdKeyDictionary()  # a parameter that is registered twice stays one
+        # A parameter that is registered twice stays one. Real ones are not kept alive.
+        metas: dict[int, tuple[weakref.ref[Tensor], nn.Parameter]] = {}
 
         def on_meta(self: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
             is_here = threading.get_ident() == owner
             if is_here and parameter is not None and not parameter.is_meta:
-                if parameter not in metas:
-                    metas[parameter] = _like(parameter, parameter.detach().to(META))
-                parameter = metas[parameter]
+                real, made = metas.get(id(parameter), (lambda: None, parameter))
+                if real() is not parameter:
+                    made = _like(parameter, parameter.detach().to(META))
+                    metas[id(parameter)] = weakref.ref(parameter), made
+                parameter = made
             register(self, name, parameter)
 
         setattr(nn.Module, "register_parameter", on_meta)  # noqa: B010
