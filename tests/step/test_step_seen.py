@@ -183,6 +183,7 @@ def trace(path: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.layered  # names threads, not those of micro-batches
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")  # torch 2.11
 def test_each_task_is_a_range_on_its_worker_with_its_operations_inside(tmp_path: Path) -> None:
     events = trace(tmp_path / "trace.json")
     operations = {"F": "aten::linear", "R": "aten::linear", "B": "AddmmBackward0", "W": "aten::mm"}
