@@ -15,7 +15,7 @@ from pipert.autograd.thread_locals import (
 
 __all__ = ["current_microbatch", "is_checkpointing", "is_recomputing"]
 
-# Set in the task's own copy of the caller's context variables, so there is nothing to reset.
+# Set in the task's own copy of the caller's context variables.
 checkpoint_here: ContextVar[bool] = ContextVar("pipert_checkpointing", default=False)
 recompute_here: ContextVar[bool] = ContextVar("pipert_recomputing", default=False)
 

@@ -282,12 +282,6 @@ def _drawing_again(
     return draws
 
 
-def drawing_apart() -> AbstractContextManager[None]:
-    """Return a block for a part of the current task, if any, that its recomputation leaves out."""
-    draws = current_task()
-    return contextlib.nullcontext() if draws is None else draws.part()
-
-
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
     """Let others draw while this thread waits for a run in the block, if it is inside of tasks."""
@@ -337,7 +331,8 @@ _METHOD = "initialize_parameters"
 
 def _initialise(module: Any, *args: Any, **kwargs: Any) -> None:
     del module.__dict__[_METHOD]  # the class has it, too, until it is initialised
-    with drawing_apart():
+    draws = current_task()
+    with contextlib.nullcontext() if draws is None else draws.part():
         module.initialize_parameters(*args, **kwargs)
 
 
