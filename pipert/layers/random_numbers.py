@@ -64,7 +64,7 @@ class RunSeed:
     """
 
     __slots__ = (
-        "_given", "_outer", "_states", "is_concurrent", "is_over", "number", "tried", "turns",
+        "_given", "_outer", "_states", "is_concurrent", "is_over", "number", "seeds", "turns",
         "used",
     )  # fmt: skip
 
@@ -77,8 +77,8 @@ class RunSeed:
         """Whether any task has drawn."""
         self.turns: Turns = {}
         """May be shared with runs of the same layers that overlap."""
-        self.tried: list[Tensor] = []
-        """The states of the CPU's generator that layers may have saved: of these first ones."""
+        self.seeds: set[int] = set()
+        """What tasks have seeded the CPU's generator with: layers may have saved such a state."""
         self.is_over = False
         """Whether the caller no longer waits for the run."""
         self.is_concurrent = False
@@ -103,31 +103,32 @@ class RunSeed:
         """Put the generator's state back if nothing was drawn. Called when the run is over.
 
         A ``torch.utils.checkpoint`` in a layer that does not draw on the CPU saves the state
-        anyway, and puts it back in ``B[i,j]``. Two at once may leave that of a first task.
+        anyway, and puts it back in ``B[i,j]``; so does a ``fork_rng`` in ``F[i,j]``. Meanwhile a
+        task in another partition may have had the generator, whose state they then leave.
         """
         self.is_over = True
         states, self._states = self._states, None
         if self._outer is not None and self.used:
             self._outer.run.used = True
         if states is not None:
-            self.tried.append(states[1])
-            self._put_back(states[self.used])
+            self._put_back(states[self.used], states[1])
 
-    def _put_back(self, state: Tensor) -> None:
+    def _put_back(self, state: Tensor, if_still: Tensor) -> None:
         """Set the generator's state, unless somebody else has drawn, such as the user's thread."""
         with self._generator() as generator, WithoutFunctions(), WithoutDispatch():
-            now = generator.get_state()
-            if any(torch.equal(now, each) for each in self.tried):
+            is_ours = generator.initial_seed() in self.seeds
+            if is_ours or torch.equal(generator.get_state(), if_still):
                 generator.set_state(state)
 
     def guard_backward(self, nodes: Iterable[Node]) -> None:
         """Let a call's backwards, which begin at ``nodes``, leave the state as it was, likewise."""
-        for node in nodes if self.tried and self._outer is None else ():
+        for node in nodes if self.seeds and self._outer is None else ():
             node.register_prehook(self._note_state)
 
     def _note_state(self, _: object) -> None:
         with self._generator() as generator, WithoutFunctions(), WithoutDispatch():
-            call_after_backward(partial(self._put_back, generator.get_state()))
+            state = generator.get_state()
+            call_after_backward(partial(self._put_back, state, state))
 
     def _generator(self) -> AbstractContextManager[torch.Generator]:
         default = default_generator(CPU)
@@ -222,10 +223,10 @@ class Draws:
         if device in self._states:
             default.generator.set_state(self._states[device])
         else:
+            if device == CPU:
+                self.run.seeds.add(self._seed())
             default.generator.manual_seed(self._seed())
             self._states[device] = default.generator.get_state()
-            if device == CPU and self._kind not in self.run.turns:
-                self.run.tried.append(self._states[device])
         self._begun.setdefault(device, self._states[device])
 
     def _leave(self, device: torch.device) -> bool:

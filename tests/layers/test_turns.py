@@ -150,6 +150,34 @@ def test_a_layer_that_raises_gives_the_generator_back() -> None:
     torch.set_rng_state(before)
 
 
+def test_a_fork_that_meets_another_s_turn_leaves_the_state_of_no_task() -> None:
+    inside, has_saved = threading.Event(), threading.Event()
+
+    def fork(x: Tensor) -> Tensor:  # in the last micro-batch, while the other partition draws
+        if number_of(x) == 2:
+            assert inside.wait(PATIENCE)
+            with torch.random.fork_rng(devices=[]):
+                has_saved.set()
+                while torch.initial_seed() != 7:
+                    threading.Event().wait(0.001)
+        return x * 1
+
+    def draw(x: Tensor) -> Tensor:
+        torch.rand(())
+        if number_of(x) == 1:
+            inside.set()
+            assert has_saved.wait(PATIENCE)
+        return x * 1
+
+    torch.manual_seed(7)
+    torch.empty((), dtype=torch.int64).random_()
+    after = torch.get_rng_state()
+    torch.manual_seed(7)
+    with pipe_of_layers(Apply(fork), Apply(draw), chunks=3, checkpoint="never") as pipe:
+        pipe(numbered(3))
+        assert torch.equal(torch.get_rng_state(), after)
+
+
 def test_a_run_that_was_given_up_holds_up_no_other() -> None:
     """Its layer is stuck, and has the generator, as all have in the first micro-batch."""
     release = threading.Event()
