@@ -2,7 +2,7 @@
 
 torch's stage exchanges tensors of one shape, which it finds out beforehand. This one sends shapes
 along (``rank_boundary``) and keeps no buffers. Of torch's it uses how wrappers such as DDP are
-called, and how a backward is split.
+called. Which gradients a split backward puts off is up to ``autograd.weight_gradients``.
 """
 
 from __future__ import annotations
@@ -17,10 +17,13 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from pipert._typing import Tensors
+from pipert.autograd.engine import differentiate
+from pipert.autograd.leaves import leaves_behind
+from pipert.autograd.order import ENTRANCE, edge_of
+from pipert.autograd.weight_gradients import Deferral, DeferredGradients, compute_deferred
 from pipert.distributed.rank_boundary import FAILED, SENT, Arrived, Parcel, transfers
 from pipert.distributed.rank_partition import RankPartition
 from pipert.distributed.rank_reports import Site
-from pipert.distributed.split_backward import IS_SPLIT, behind_one_node, can_be_split
 
 
 @dataclass(slots=True, eq=False)
@@ -41,8 +44,8 @@ class RankMicroBatch:
     """The gradients of those ``ys`` that require grad."""
     dxs: Sequence[Tensor] = ()
     """The gradients to send back."""
-    second_half: dict[str, Any] = field(default_factory=dict)
-    """What the second half of a split backward takes."""
+    deferred: list[DeferredGradients] = field(default_factory=list)
+    """The gradients of weights that the second half of a split backward computes."""
 
     def take_parcel(self) -> Parcel:
         """Return what is to be sent, and drop it."""
@@ -133,26 +136,13 @@ class RankStage(PipelineStage):
         def go_back() -> None:
             ends, dys = self._ends(i, kept, loss)
             batch = partition.batch  # a wrapper would not see the second half
-            is_full = full_backward or batch.is_wrapped or batch.is_sharded or not IS_SPLIT
-            if not is_full and not self.is_first:
-                behind = ends if self.is_last else behind_one_node(ends)
-                roots = [y for y in behind if y.requires_grad]
-                weights = self.submod.parameters()
-                is_full = bool(roots) and not can_be_split(roots[0], kept.xs, weights)
-                ends = ends if is_full else behind
-            # torch also counts second halves, which may have nothing left to do: then replicas
-            # would never reduce their gradients.
-            is_last = last_backward or is_full and self._backwards == len(partition.batch.sizes)
-            given: dict[str, Any] = {
-                "stage_output": ends, "output_grads": dys, "input_values": kept.xs,
-            }  # fmt: skip
-            if is_full:
+            if full_backward or batch.is_wrapped or batch.is_sharded:
+                # torch also counts second halves, which there are none of.
+                is_last = last_backward or self._backwards == len(batch.sizes)
+                given = {"stage_output": ends, "output_grads": dys, "input_values": kept.xs}
                 dxs[:], _ = self.backward_maybe_with_nosync("full", given, is_last)
-                return
-            kept.second_half = given
-            if not self.is_first:  # of the first, the second half does all
-                dxs[:], groups = self.backward_maybe_with_nosync("input", given, is_last)
-                given["param_groups"] = groups
+            else:
+                dxs[:] = _differentiate_inputs(ends, dys, kept)
 
         partition.backward(i, go_back)
         kept.ys = kept.xs = kept.dys = ()
@@ -165,18 +155,16 @@ class RankStage(PipelineStage):
         """Return the tensors to go backward from, and their gradients; ``None`` for a one."""
         of_batch = self._partition.batch.loss
         if loss is not None and of_batch is not None:
-            return (loss * of_batch.gradient_of(i, loss.detach()),), (None,)
+            return (loss,), (of_batch.gradient_of(i, loss.detach()),)
         if kept.parcel is FAILED:
             return (self._partition.zero(kept.ys),), (None,)
         left = iter(kept.dys)
         return kept.ys, [next(left) if y.requires_grad else None for y in kept.ys]
 
     def backward_weight_one_chunk(self, i: int, last_backward: bool = False) -> None:
-        kept = self._kept[i]
-        given, kept.second_half = kept.second_half, {}
-        if given:  # else the first half failed, or did both
-            kind = "full" if self.is_first else "weight"
-            self._partition.backward(i, lambda: self.backward_maybe_with_nosync(kind, given))
+        later = self._kept[i].deferred
+        if later:  # else the first half failed, or did both
+            self._partition.backward(i, lambda: _accumulate(*compute_deferred(later)))
 
     def get_bwd_send_ops(self, i: int) -> list[dist.P2POp]:
         return transfers(dist.isend, self.get_local_bwd_output(i), self._before, self._group)
@@ -189,3 +177,24 @@ class RankStage(PipelineStage):
     def _tag(self, i: int, j: int) -> int:
         """Return the number of the header of micro-batch ``i`` that partition ``j`` receives."""
         return 1 + i * self.num_stages + j
+
+
+def _differentiate_inputs(
+    ys: Tensors, dys: Sequence[Tensor | None], kept: RankMicroBatch
+) -> Sequence[Tensor | None]:
+    """Return the gradients of what came in; add those of weights that cannot be put off."""
+    pairs = [(y, dy) for y, dy in zip(ys, dys, strict=True) if y.requires_grad and dy is not None]
+    edges = [edge_of(y) for y, _ in pairs]
+    ends, count = [edge.node for edge in edges], len(kept.xs)
+    deferral = Deferral(leaves_behind(ends, [*kept.xs, ENTRANCE]), ends)
+    run = lambda wanted, ys, dys: differentiate(ys, wanted, dys)  # noqa: E731
+    given = (*kept.xs, *deferral.leaves), edges, [dy for _, dy in pairs]
+    found, kept.deferred = deferral.differentiate(run, *given)
+    _accumulate(deferral.leaves, found[count:])
+    return found[:count]
+
+
+def _accumulate(leaves: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    for leaf, dx in zip(leaves, gradients, strict=True):
+        if dx is not None:  # it may share memory with others
+            leaf.grad = dx.clone() if leaf.grad is None else leaf.grad + dx
