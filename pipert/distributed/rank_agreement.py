@@ -23,9 +23,6 @@ from pipert.schedules.action import FORWARD, Action
 
 __all__ = ["RankError"]
 
-_SIZE = 4096  # bytes of a first message; what it has no room for is in a second one
-_HEAD = 8  # of these hold the size of the data
-
 
 class RankError(PipertError):
     """Another rank failed, or did not answer. The message says which, where, and by what."""
@@ -138,44 +135,35 @@ class Agreement:
         return reports[self.ranks.index(rank)]
 
     def _gather(self, own: Any) -> list[Any]:
-        """Gather an object from each rank: short ones in one collective, and without NumPy."""
+        """Gather an object from each rank, as ``all_gather_object`` does, but without NumPy."""
         data = pickle.dumps(own)
-        message = len(data).to_bytes(_HEAD) + data
-        size = _SIZE
-        while True:
-            arrived = [bytearray(size) for _ in self.ranks]
-            sent = _tensor(message[:size].ljust(size))
-            dist.all_gather(list(map(_tensor, arrived)), sent, group=self._group)
-            sizes = [_HEAD + int.from_bytes(one[:_HEAD]) for one in arrived]
-            if max(sizes) <= size:
-                break
-            size = max(sizes)
-        return [pickle.loads(one[_HEAD:end]) for one, end in zip(arrived, sizes, strict=True)]
+        sizes = [torch.empty(1, dtype=torch.int64) for _ in self.ranks]
+        dist.all_gather(sizes, torch.tensor([len(data)]), self._group)
+        longest = max(map(int, sizes))
+        found = [bytearray(longest) for _ in self.ranks]
+        dist.all_gather(list(map(_tensor, found)), _tensor(data.ljust(longest)), self._group)
+        return list(map(pickle.loads, found))  # which ignores what is behind an object
 
-    def send(self, data: bytes, rank: int, tag: int) -> list[dist.Work]:
-        """Send bytes to one rank, which receives them by the same ``tag``; do not wait for it."""
-        message = len(data).to_bytes(_HEAD) + data
-        parts = message[:_SIZE].ljust(_SIZE), message[_SIZE:]
-        sent = [dist.isend(_tensor(part), rank, self._group, tag) for part in parts if part]
-        return [work for work in sent if work is not None]
+    def send(self, data: bytes, rank: int) -> list[dist.Work | None]:
+        """Send bytes to one rank, which receives them in the order of sending; do not wait."""
+        parts = torch.tensor([len(data)]), _tensor(data)
+        return [dist.isend(part, rank, self._group) for part in parts]
 
-    def receive(self, rank: int, tag: int) -> bytes:
+    def receive(self, rank: int) -> bytes:
         """Receive the bytes that a rank sends."""
-        first = bytearray(_SIZE)
-        dist.recv(_tensor(first), rank, self._group, tag)
-        end = _HEAD + int.from_bytes(first[:_HEAD])
-        rest = bytearray(max(0, end - _SIZE))
-        if rest:
-            dist.recv(_tensor(rest), rank, self._group, tag)
-        return bytes(first + rest)[_HEAD:end]
+        size = torch.empty(1, dtype=torch.int64)
+        dist.recv(size, rank, self._group)
+        data = bytearray(int(size))
+        dist.recv(_tensor(data), rank, self._group)
+        return bytes(data)
 
     def __repr__(self) -> str:
         return f"<Agreement of ranks {self.ranks}>"
 
 
-def _tensor(message: bytes | bytearray) -> Tensor:
-    """Return a tensor that shares the memory of a message that can be written to."""
-    writable = message if isinstance(message, bytearray) else bytearray(message)
+def _tensor(data: bytes | bytearray) -> Tensor:
+    """Return a tensor of bytes, which shares the memory of a ``bytearray``."""
+    writable = data if isinstance(data, bytearray) else bytearray(data)
     return torch.frombuffer(writable, dtype=torch.uint8)
 
 

@@ -84,7 +84,7 @@ class RankBatch:
     """Whether layers communicate with other replicas, as after ``fully_shard``."""
     outputs: dict[int, Value] = field(default_factory=dict)
     losses: dict[int, Tensor] = field(default_factory=dict)
-    sent: list[dist.Work] = field(default_factory=list)
+    sent: list[dist.Work | None] = field(default_factory=list)
     """Headers on their way."""
     effects: Effects = field(default_factory=partial(Effects, at_end=True))
     failure: tuple[BaseException, Action | None] | None = None

@@ -187,7 +187,7 @@ class RankRuntime:
             with agreement.talking():
                 loss = loss.to(agreement.of(home_of_loss, ended)[1])
                 dist.broadcast(loss, home_of_loss, group=self.site.group)
-                sum_tied(self.tied, self.site)
+                sum_tied(self.tied, self.site.group)
             earlier.add()
             return loss, outputs
         except BaseException:
@@ -218,7 +218,8 @@ class RankRuntime:
             with self.site.agreement.talking(batch.at):
                 schedule.step(**numbers, return_outputs=False)
                 for work in batch.sent:
-                    work.wait()
+                    if work is not None:
+                        work.wait()
         except RankError:
             if batch.failure is None:
                 raise

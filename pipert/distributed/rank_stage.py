@@ -86,7 +86,7 @@ class RankStage(PipelineStage):
     def get_fwd_recv_ops(self, i: int) -> list[dist.P2POp]:
         if self.is_first:
             return []
-        header = self._agreement.receive(self._before, self._tag(i, self.stage_index))
+        header = self._agreement.receive(self._before)
         self.set_local_fwd_input(Parcel(header, ()), i)
         arrived = self._partition.arrived.get(i)
         tensors = () if arrived is None else arrived.tensors
@@ -106,8 +106,7 @@ class RankStage(PipelineStage):
             return ys[0]
         if self._after == dist.get_rank():
             return kept.take_parcel()
-        tag = self._tag(i, self.stage_index + 1)
-        self._partition.batch.sent += self._agreement.send(kept.parcel.header, self._after, tag)
+        self._partition.batch.sent += self._agreement.send(kept.parcel.header, self._after)
         return None
 
     def get_fwd_send_ops(self, i: int) -> list[dist.P2POp]:
@@ -173,10 +172,6 @@ class RankStage(PipelineStage):
         kept = self._kept[i]
         dxs, kept.dxs = kept.dxs, ()
         return dxs
-
-    def _tag(self, i: int, j: int) -> int:
-        """Return the number of the header of micro-batch ``i`` that partition ``j`` receives."""
-        return 1 + i * self.num_stages + j
 
 
 def _differentiate_inputs(
