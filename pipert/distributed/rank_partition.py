@@ -68,8 +68,6 @@ class RankBatch:
     keep_outputs: bool
     is_ready: bool
     """Whether the micro-batches came ready, so that their outputs are not joined."""
-    is_wrapped: bool
-    """Whether a module around a partition must see each backward, as DDP must."""
     is_sharded: bool
     """Whether layers communicate with other replicas, as after ``fully_shard``."""
     outputs: dict[int, Value] = field(default_factory=dict)

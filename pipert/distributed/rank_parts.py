@@ -6,8 +6,7 @@ import os
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,65 +17,21 @@ from pipert._torch import refuse_unsupported
 from pipert._typing import Device
 from pipert.distributed.rank_agreement import Agreement
 from pipert.distributed.rank_gradients import SharedParameters
-from pipert.distributed.rank_partition import ChainComputing, Computing, RankBatch, StageModule
+from pipert.distributed.rank_partition import StageModule
 from pipert.distributed.rank_reports import RankSettings, Site
+from pipert.distributed.replay_model import ReplayModel
 from pipert.distributed.torch_schedules import check_schedule, ranks_of
-from pipert.layers.call import Layers
-from pipert.layers.place import Place, last_layer
+from pipert.layers.place import last_layer
 from pipert.model.settings import check_checkpoint, check_chunks
 from pipert.model.split import sequential, split
 from pipert.skip.routes import PartitionSkips, routes_along
-from pipert.workers.context import NOTHING
-
-
-class Model(Protocol):
-    """A kind of model: how its partitions get their inputs and are computed."""
-
-    @property
-    def inputs(self) -> str:
-        """Whose arguments count: ``'first'``, the first rank's, which alone needs them;
-        ``'shared'``, the first rank's, which all others need, too; ``'everywhere'``."""
-
-    def prepare(self, batch: RankBatch) -> Sequence[int]:
-        """Prepare for a mini-batch; return the micro-batches that take a forward to prepare for."""
-
-    def note(self, batch: RankBatch, i: int, seen: Sequence[list[Any]]) -> None:
-        """Take what all ranks have seen in the forward of such a micro-batch."""
-
-    def unchanged(self) -> AbstractContextManager[object]:
-        """Return a block for that forward, which leaves buffers as they are."""
-
-    def computing(self, place: Place, layers: Layers, batch: RankBatch) -> Computing:
-        """Return what computes a partition in a mini-batch."""
-
-
-class Chain(NamedTuple):
-    """An ``nn.Sequential``."""
-
-    skips: Sequence[PartitionSkips]
-    """By partition."""
-    inputs: str = "first"
-
-    def prepare(self, batch: RankBatch) -> Sequence[int]:
-        """Do nothing: what a layer returns goes to the next one."""
-        return ()
-
-    def note(self, batch: RankBatch, i: int, seen: Sequence[list[Any]]) -> None:
-        """Do nothing."""
-
-    def unchanged(self) -> AbstractContextManager[object]:
-        """Return a block that does nothing."""
-        return NOTHING
-
-    def computing(self, place: Place, layers: Layers, batch: RankBatch) -> Computing:
-        """Return what computes a partition in a mini-batch."""
-        return ChainComputing(layers, self.skips[place.j], batch.recomputed)
 
 
 class RankParts(NamedTuple):
     """A model split into partitions, with this rank's on their device."""
 
-    model: Model
+    replayed: ReplayModel | None
+    """What replays the model's own forward; ``None`` for an ``nn.Sequential``."""
     placement: list[int]
     """For each partition, the index of its rank within the pipeline."""
     modules: dict[int, StageModule]
@@ -121,11 +76,9 @@ class Where:
 
     def site(self, placement: Sequence[int]) -> Site:
         """Return the place of this rank among those that have the partitions."""
-        ranks, index = self.ranks, self.agreement.ranks.index
-        replicas = self._mesh.mesh.reshape(len(ranks), -1).T.sort().values.tolist()
-        ends = [(index(each[placement[0]]), index(each[placement[-1]])) for each in replicas]
-        homes = [ranks[k] for k in placement]
-        return Site(self.agreement, self._group, homes, ends, self.device)
+        _, *replica = self._mesh.get_coordinate() or ()
+        homes = [self.ranks[k] for k in placement]
+        return Site(self.agreement, self._group, homes, tuple(replica), self.device)
 
 
 def check_settings(
@@ -175,8 +128,7 @@ def parts_of(
     modules = {j: _placed(part, device) for j, part in own}
     before = ["", *map(last_layer, partitions)]
     skips = routes_along(partitions)
-    chain = Chain(skips)
-    return RankParts(chain, placement, modules, skips, before, shared, layout_of(module))
+    return RankParts(None, placement, modules, skips, before, shared, layout_of(module))
 
 
 def shared_of(

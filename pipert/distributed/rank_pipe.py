@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from pipert._typing import Device, Value
 from pipert.distributed.rank_gradients import check_tied, norm_of_all, tie
 from pipert.distributed.rank_parts import RankParts, Where, check_settings, parts_of
-from pipert.distributed.rank_reports import CallArguments, RankSettings, StepArguments
+from pipert.distributed.rank_reports import Call, RankSettings
 from pipert.distributed.rank_run import RankRuntime
 from pipert.distributed.rank_timeline import record
 from pipert.layers.batchnorm import check_batch_norm
@@ -75,7 +75,7 @@ class RankPipe(nn.Module):
         """
         # Under inference_mode, tensors that cross would have no version.
         with torch.inference_mode(False), torch.no_grad():
-            return self._runtime.run(CallArguments(args, kwargs, None), self._settings, None)[1]
+            return self._runtime.run(Call(args, kwargs), self._settings)[1]
 
     def forward_backward(
         self,
@@ -111,9 +111,9 @@ class RankPipe(nn.Module):
             RankError: another rank failed.
             Exception: as :meth:`pipert.Pipe.forward_backward`.
         """
-        step = StepArguments(loss_fn, target, reduction, denominator, loss_scale, return_outputs)
-        arguments = CallArguments(args, kwargs, microbatches)
-        loss, outputs = self._runtime.run(arguments, self._settings, step)
+        how = loss_fn, target, reduction, denominator, loss_scale, return_outputs
+        call = Call(args, kwargs, microbatches, True, *how)
+        loss, outputs = self._runtime.run(call, self._settings)
         return (loss, outputs) if return_outputs else loss
 
     def record(self) -> AbstractContextManager[Timeline]:

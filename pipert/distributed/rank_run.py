@@ -22,18 +22,24 @@ from pipert.batch.joining import gather
 from pipert.batch.tensors import differentiable
 from pipert.distributed.rank_agreement import RankError
 from pipert.distributed.rank_gradients import EarlierGradients, TiedParameter, sum_tied
-from pipert.distributed.rank_partition import RankBatch, RankPartition
+from pipert.distributed.rank_partition import (
+    ChainComputing,
+    Computing,
+    RankBatch,
+    RankPartition,
+)
 from pipert.distributed.rank_parts import RankParts
 from pipert.distributed.rank_reports import (
-    CallArguments,
+    Call,
     RankReport,
     RankSettings,
     Site,
-    StepArguments,
     check,
     prepare,
+    share,
 )
 from pipert.distributed.rank_stage import RankStage
+from pipert.distributed.replay_model import ReplayModel
 from pipert.distributed.torch_schedules import make_schedule
 from pipert.layers.batchnorm import DeferredStats
 from pipert.layers.call import Layers, RandomLayers
@@ -66,53 +72,49 @@ class RankRuntime:
         self._sharded = [layer for layer in layers if isinstance(layer, FSDPModule)]
         self._schedules: dict[tuple[str, int, bool], tuple[Any, list[RankStage]]] = {}
 
-    def run(
-        self, arguments: CallArguments, settings: RankSettings, step: StepArguments | None
-    ) -> tuple[Tensor | None, Value]:
+    def run(self, call: Call, settings: RankSettings) -> tuple[Tensor | None, Value]:
         """Run a mini-batch: forward, and backward if it is a step.
 
         Returns:
             The loss of a step, and the outputs if they are wanted and this is the last rank: of
             micro-batches that came ready a list with the output of each.
         """
-        agreement, modules, model = self.site.agreement, self.parts.modules, self.parts.model
-        with agreement.agreeing("a mini-batch") as reports:
+        site, modules, replayed = self.site, self.parts.modules, self.parts.replayed
+        inputs_of = "first" if replayed is None else replayed.inputs
+        with site.agreement.agreeing("a mini-batch") as reports:
             tied = {one.number: one.parameter.requires_grad for one in self.tied}
-            given = arguments, settings, step, tied
-            report, own, make_loss = prepare(self.site, modules, model.inputs, *given)
+            report, inputs, make_loss = prepare(site, modules, inputs_of, call, settings, tied)
             reports.append(report)
-        check(self.site, reports)
-        first: RankReport = agreement.of(self.site.homes[0], reports)
-        inputs = own.values
-        if model.inputs == "shared":
-            inputs = own.exchanged(self.site, first.header)
-        m, n = len(first.sizes), len(self.site.homes)
-        planned = plan_call(m, n, range(n)) if step is None else plan("gpipe", m, n)
+        check(site, reports)
+        first: RankReport = site.agreement.of(site.homes[0], reports)
+        if inputs_of == "shared":
+            inputs = share(site, inputs)
+        m, n = len(first.sizes), len(site.homes)
+        planned = plan("gpipe", m, n) if call.is_step else plan_call(m, n, range(n))
         with self.counters.open(planned) as notifier:
             try:
                 stats = DeferredStats([*modules.values()]) if settings.deferred else None
-                leaves = inputs if step is None else [leaf_inputs(x) for x in inputs]
+                leaves = [leaf_inputs(x) for x in inputs] if call.is_step else inputs
                 batch = RankBatch(
                     first.sizes,
                     leaves,
-                    0 if step is None else recomputed(settings.checkpoint, m),
+                    recomputed(settings.checkpoint, m) if call.is_step else 0,
                     RunSeed(first.seed),
                     notifier,
                     self._context(),
                     None if make_loss is None else make_loss(first.sizes),
-                    keep_outputs=step is None or step.keep_outputs,
-                    is_ready=arguments.microbatches is not None,
-                    is_wrapped=any(self.wrapped[j] is not part for j, part in modules.items()),
+                    call.keep_outputs,
+                    is_ready=call.microbatches is not None,
                     is_sharded=bool(self._sharded),
                 )
-                loss, outputs = self._go(settings.schedule, batch, stats, step is not None)
+                loss, outputs = self._go(settings.schedule, batch, stats, call.is_step)
                 notifier.outcome = "succeeded"
             except Exception:  # an interrupt leaves it cancelled
                 notifier.outcome = "failed"
                 raise
         if stats is not None:
             stats.commit()
-        if step is not None:
+        if call.is_step:
             _deliver(inputs, leaves)
         return loss, outputs
 
@@ -136,13 +138,15 @@ class RankRuntime:
             if draws_loss or draws(module):
                 layers = RandomLayers(batch.seed, *about)
             own_stats = None if stats is None else stats.partitions[k]
-            computing = self.parts.model.computing(place, layers, batch)
+            computing: Computing = ChainComputing(layers, skips, batch.recomputed)
+            if self.parts.replayed is not None:
+                computing = self.parts.replayed.computing(place, layers, batch)
             partitions[j] = RankPartition(module, place, computing, batch, own_stats)
         return partitions
 
-    def _prepare(self, batch: RankBatch, name: str) -> None:
+    def _prepare(self, model: ReplayModel, batch: RankBatch, name: str) -> None:
         """Let the model prepare for the micro-batches, with a forward of each that needs one."""
-        agreement, model = self.site.agreement, self.parts.model
+        agreement = self.site.agreement
         with agreement.agreeing() as reports:
             reports.append(model.prepare(batch))
         for i in sorted(set().union(*reports)):
@@ -169,7 +173,8 @@ class RankRuntime:
         # Also in a forward: a new stage of torch drops the gradients of sharded parameters.
         earlier = EarlierGradients(self.wrapped.values())
         try:
-            self._prepare(batch, name)
+            if self.parts.replayed is not None:
+                self._prepare(self.parts.replayed, batch, name)
             with agreement.agreeing():
                 schedule, stages = self._schedule(name, len(batch.sizes), is_step)
             self._run_schedule(schedule, stages, self._partitions(batch, stats), batch)
@@ -235,13 +240,13 @@ class RankRuntime:
         try:
             if not batch.is_failed:
                 batch.effects.check()
-            if batch.loss is not None and not batch.is_failed:
-                if not batch.loss.is_differentiable:
-                    raise without_grad()
-                loss = batch.loss.of_mini_batch(torch.stack([batch.losses[i] for i in m]))
-            if len(batch.outputs) == len(m):
-                outputs = [batch.outputs[i] for i in m]
-                outputs = outputs if batch.is_ready else gather(outputs, batch.sizes)
+                if batch.loss is not None:
+                    if not batch.loss.is_differentiable:
+                        raise without_grad()
+                    loss = batch.loss.of_mini_batch(torch.stack([batch.losses[i] for i in m]))
+                if batch.outputs:
+                    outputs = [batch.outputs[i] for i in m]
+                    outputs = outputs if batch.is_ready else gather(outputs, batch.sizes)
         except Exception as error:
             batch.fail(error, None)
         return loss, outputs

@@ -28,7 +28,7 @@ from pipert.autograd.order import ENTRANCE, edge_of, join
 from pipert.autograd.weight_gradients import Deferral, DeferredGradients, compute_deferred
 from pipert.batch.tensors import Carried, differentiable, tensors_of
 from pipert.distributed.rank_boundary import FAILED, SENT, Arrived, Parcel, pack, transfers
-from pipert.distributed.rank_partition import RankPartition, moved
+from pipert.distributed.rank_partition import RankPartition, StageModule, moved
 from pipert.distributed.rank_reports import Site
 from pipert.layers.phase import microbatch
 from pipert.schedules.action import BACKWARD, FORWARD, Action
@@ -77,6 +77,7 @@ class RankStage(PipelineStage):
         xs = () if j == 0 else shape
         super().__init__(module, j, len(site.homes), site.device, xs, shape, group=site.group)
         self._agreement, self._group = site.agreement, site.group
+        self._is_wrapped = not isinstance(module, StageModule)  # by what must see each backward
         self._before, _, self._after, *_ = (-1, *site.homes, -1)[j:]  # the neighbours' ranks
 
     def begin(self, partition: RankPartition) -> None:
@@ -229,7 +230,7 @@ class RankStage(PipelineStage):
         def go_back() -> None:
             ends, dys = self._ends(i, kept, loss)
             # A wrapper would not see the second half.
-            if full_backward or batch.is_wrapped or batch.is_sharded:
+            if full_backward or self._is_wrapped or batch.is_sharded:
                 # torch also counts second halves, which there are none of.
                 is_last = last_backward or self._backwards == len(batch.sizes)
                 given = {"stage_output": ends, "output_grads": dys, "input_values": kept.xs}
@@ -245,8 +246,8 @@ class RankStage(PipelineStage):
     def _backward(self, i: int, go_back: Callable[[], None]) -> None:
         """Compute ``B`` of a micro-batch by ``go_back()``, unless anything has failed."""
         batch = self._batch
-        if batch.is_wrapped or not batch.is_failed:
-            raises = batch.is_wrapped or batch.is_sharded
+        if self._is_wrapped or not batch.is_failed:
+            raises = self._is_wrapped or batch.is_sharded
             backward = self._partition.computing.backward
             self._carry_out(BACKWARD, i, raises, backward, i, go_back)
 
