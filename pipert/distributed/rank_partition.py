@@ -2,8 +2,7 @@
 
 torch's stage (``rank_stage``) calls a module with the tensors that arrived, and goes backward
 through those that it returns. That module is a :class:`StageModule` with the partition's layers, or
-a wrapper around one. How it computes, by calling layers one after the other or by a replay of the
-model's own forward, is the choice of a :class:`Computing`.
+a wrapper around one.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,6 +28,9 @@ from pipert.schedules.action import Action
 from pipert.skip.routes import PartitionSkips
 from pipert.stage.loss import Loss
 from pipert.workers.context import CallerContext
+
+Compute = Callable[[int, Value], Value]
+"""Computes a micro-batch from what has arrived, or is its input."""
 
 
 class StageModule(nn.Sequential):
@@ -100,35 +102,14 @@ class RankBatch:
         return failure or ()
 
 
-class Computing(Protocol):
-    """Computes what a partition does between what arrives and what leaves."""
-
-    def forward(self, i: int, x: Value) -> Value:
-        """Compute micro-batch ``i`` from what has arrived, or is its input."""
-
-    def backward(self, i: int, go_back: Callable[[], Any]) -> None:
-        """Call ``go_back``, which differentiates."""
-
-
-@dataclass(eq=False)
-class ChainComputing:
-    """Calls the layers of an ``nn.Sequential``. As in one process, they get random numbers of their
-    own, and are recomputed as one segment or several."""
-
-    layers: Layers
-    skips: PartitionSkips
-    recomputed: int
-
-    def forward(self, i: int, x: Value) -> Value:
-        """Call the layers of the partition."""
-        if isinstance(x, Carried) != bool(self.skips):  # skips begin here, or ended before
-            x = Carried(x, ()) if self.skips else x.value
-        segments = self.layers.segments(i, None) if i < self.recomputed else None
-        return self.layers.forward(i, segments, x)
-
-    def backward(self, i: int, go_back: Callable[[], Any]) -> None:
-        """Differentiate under the random numbers of the backward."""
-        self.layers.backward(i, go_back)
+def compute_chain(
+    layers: Layers, skips: PartitionSkips, recomputed: int, i: int, x: Value
+) -> Value:
+    """Call the layers of an ``nn.Sequential``, of which the first micro-batches are recomputed."""
+    if isinstance(x, Carried) != bool(skips):  # skips begin here, or ended before
+        x = Carried(x, ()) if skips else x.value
+    segments = layers.segments(i, None) if i < recomputed else None
+    return layers.forward(i, segments, x)
 
 
 class RankPartition(NamedTuple):
@@ -136,7 +117,8 @@ class RankPartition(NamedTuple):
 
     module: StageModule
     place: Place
-    computing: Computing
+    layers: Layers
+    compute: Compute
     batch: RankBatch
     stats: PartitionStats | None
 

@@ -8,8 +8,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,22 +23,9 @@ from pipert.batch.joining import gather
 from pipert.batch.tensors import differentiable
 from pipert.distributed.rank_agreement import RankError
 from pipert.distributed.rank_gradients import EarlierGradients, TiedParameter, sum_tied
-from pipert.distributed.rank_partition import (
-    ChainComputing,
-    Computing,
-    RankBatch,
-    RankPartition,
-)
+from pipert.distributed.rank_partition import Compute, RankBatch, RankPartition, compute_chain
 from pipert.distributed.rank_parts import RankParts
-from pipert.distributed.rank_reports import (
-    Call,
-    RankReport,
-    RankSettings,
-    Site,
-    check,
-    prepare,
-    share,
-)
+from pipert.distributed.rank_reports import Call, RankSettings, Site, check, prepare, share
 from pipert.distributed.rank_stage import RankStage
 from pipert.distributed.replay_model import ReplayModel
 from pipert.distributed.torch_schedules import make_schedule
@@ -86,13 +74,15 @@ class RankRuntime:
             report, inputs, make_loss = prepare(site, modules, inputs_of, call, settings, tied)
             reports.append(report)
         check(site, reports)
-        first: RankReport = site.agreement.of(site.homes[0], reports)
+        first = site.agreement.of(site.homes[0], reports)
         if inputs_of == "shared":
             inputs = share(site, inputs)
         m, n = len(first.sizes), len(site.homes)
         planned = plan("gpipe", m, n) if call.is_step else plan_call(m, n, range(n))
         with self.counters.open(planned) as notifier:
             try:
+                context = CallerContext([site.device] if site.device.type == "cuda" else [])
+                context.set_variable(store.of_task, store.NEW)
                 stats = DeferredStats([*modules.values()]) if settings.deferred else None
                 leaves = [leaf_inputs(x) for x in inputs] if call.is_step else inputs
                 batch = RankBatch(
@@ -101,7 +91,7 @@ class RankRuntime:
                     recomputed(settings.checkpoint, m) if call.is_step else 0,
                     RunSeed(first.seed),
                     notifier,
-                    self._context(),
+                    context,
                     None if make_loss is None else make_loss(first.sizes),
                     call.keep_outputs,
                     is_ready=call.microbatches is not None,
@@ -118,17 +108,11 @@ class RankRuntime:
             _deliver(inputs, leaves)
         return loss, outputs
 
-    def _context(self) -> CallerContext:
-        device = self.site.device
-        context = CallerContext([device] if device.type == "cuda" else [])
-        context.set_variable(store.of_task, store.NEW)
-        return context
-
     def _partitions(
         self, batch: RankBatch, stats: DeferredStats | None
-    ) -> dict[int, RankPartition]:
+    ) -> Iterator[RankPartition]:
         """Make the objects that compute this rank's partitions in this mini-batch."""
-        partitions, m, n = {}, len(batch.sizes), len(self.site.homes)
+        m, n = len(batch.sizes), len(self.site.homes)
         for k, (j, module) in enumerate(self.parts.modules.items()):
             place = Place(j, n, m, self.site.device, self.parts.before[j])
             skips = self.parts.skips[j]
@@ -138,11 +122,10 @@ class RankRuntime:
             if draws_loss or draws(module):
                 layers = RandomLayers(batch.seed, *about)
             own_stats = None if stats is None else stats.partitions[k]
-            computing: Computing = ChainComputing(layers, skips, batch.recomputed)
+            compute: Compute = partial(compute_chain, layers, skips, batch.recomputed)
             if self.parts.replayed is not None:
-                computing = self.parts.replayed.computing(place, layers, batch)
-            partitions[j] = RankPartition(module, place, computing, batch, own_stats)
-        return partitions
+                compute = self.parts.replayed.computing(place, layers, batch)
+            yield RankPartition(module, place, layers, compute, batch, own_stats)
 
     def _prepare(self, model: ReplayModel, batch: RankBatch, name: str) -> None:
         """Let the model prepare for the micro-batches, with a forward of each that needs one."""
@@ -156,9 +139,7 @@ class RankRuntime:
             )  # fmt: skip
             # With a graph, which shows what layers keep elsewhere than in what they return.
             with torch.enable_grad(), model.unchanged():
-                with agreement.agreeing():
-                    schedule, stages = self._schedule(name, 1, False)
-                self._run_schedule(schedule, stages, self._partitions(alone, None), alone)
+                self._run_schedule(name, alone, None, False)
             model.note(batch, i, agreement.agree(alone.seen, *alone.take_failure()))
 
     def _go(
@@ -175,9 +156,7 @@ class RankRuntime:
         try:
             if self.parts.replayed is not None:
                 self._prepare(self.parts.replayed, batch, name)
-            with agreement.agreeing():
-                schedule, stages = self._schedule(name, len(batch.sizes), is_step)
-            self._run_schedule(schedule, stages, self._partitions(batch, stats), batch)
+            self._run_schedule(name, batch, stats, is_step)
             loss, outputs = self._result(batch)
             own = batch.seed.used, loss.dtype
             ended = agreement.agree(own, *batch.take_failure())
@@ -199,32 +178,28 @@ class RankRuntime:
             earlier.restore()
             raise
 
-    def _schedule(self, name: str, m: int, is_step: bool) -> tuple[Any, list[RankStage]]:
-        """Return torch's schedule and stages for ``m`` micro-batches, made if they are new."""
-        key = name, m, is_step
-        if key not in self._schedules:
-            stages = [RankStage(module, j, self.site) for j, module in self.wrapped.items()]
-            # The last partition computes the loss itself.
-            loss_fn = (lambda loss, _: loss) if is_step else None
-            self._schedules[key] = make_schedule(name, stages, m, loss_fn), stages
-        return self._schedules[key]
-
     def _run_schedule(
-        self,
-        schedule: Any,
-        stages: list[RankStage],
-        partitions: dict[int, RankPartition],
-        batch: RankBatch,
+        self, name: str, batch: RankBatch, stats: DeferredStats | None, is_step: bool
     ) -> None:
+        """Run torch's schedule and stages, made if the number of micro-batches is new."""
+        key = name, len(batch.sizes), is_step
+        with self.site.agreement.agreeing():
+            if key not in self._schedules:
+                stages = [RankStage(module, j, self.site) for j, module in self.wrapped.items()]
+                # The last partition computes the loss itself.
+                loss_fn = (lambda loss, _: loss) if is_step else None
+                made = make_schedule(name, stages, len(batch.sizes), loss_fn)
+                self._schedules[key] = made, stages
+        schedule, stages = self._schedules[key]
+        partitions = [*self._partitions(batch, stats)]
         numbers = {} if batch.loss is None else {"target": torch.arange(len(batch.sizes))}
-        for stage in stages:
-            stage.begin(partitions[stage.stage_index])
+        for stage, partition in zip(stages, partitions, strict=True):
+            stage.begin(partition)
         try:
             with self.site.agreement.talking(batch.at):
                 schedule.step(**numbers, return_outputs=False)
-                for work in batch.sent:
-                    if work is not None:
-                        work.wait()
+                for work in filter(None, batch.sent):
+                    work.wait()
         except RankError:
             if batch.failure is None:
                 raise

@@ -149,7 +149,7 @@ class RankStage(PipelineStage):
         else:
             x = _entered(arrived.rebuild(tensors))
         with NOTHING if partition.stats is None else partition.stats.collecting():
-            compute = partial(partition.computing.forward, i)
+            compute = partial(partition.compute, i)
             if arrived is not None and arrived.shared:
                 y = compute_watching(arrived.shared, handed_on.update, compute, x)
             else:
@@ -248,8 +248,7 @@ class RankStage(PipelineStage):
         batch = self._batch
         if self._is_wrapped or not batch.is_failed:
             raises = self._is_wrapped or batch.is_sharded
-            backward = self._partition.computing.backward
-            self._carry_out(BACKWARD, i, raises, backward, i, go_back)
+            self._carry_out(BACKWARD, i, raises, self._partition.layers.backward, i, go_back)
 
     def _ends(
         self, i: int, kept: RankMicroBatch, loss: Tensor | None

@@ -16,7 +16,7 @@ from pipert.any_model.checkpointed_calls import checkpointed_call
 from pipert.any_model.map_tensors import map_tensors
 from pipert.batch.tensors import tensors_of
 from pipert.distributed.placeholders import forward_replaced, inputs_unchanged
-from pipert.distributed.rank_partition import RankBatch
+from pipert.distributed.rank_partition import Compute, RankBatch
 from pipert.distributed.replay import Replay
 from pipert.distributed.replay_plan import ReplayPlan, event_drawing
 from pipert.layers.call import Layers
@@ -53,9 +53,9 @@ class ReplayModel:
         """Return a block that restores the model's buffers."""
         return unchanged(self.plan.cuts.model)
 
-    def computing(self, place: Place, layers: Layers, batch: RankBatch) -> ReplayComputing:
+    def computing(self, place: Place, layers: Layers, batch: RankBatch) -> Compute:
         """Return what computes a partition in a mini-batch."""
-        return ReplayComputing(self.plan, place, layers, batch)
+        return ReplayComputing(self.plan, place, layers, batch).forward
 
 
 @dataclass(eq=False)
@@ -125,7 +125,3 @@ class ReplayComputing:
         }
         returned.clear()
         return map_tensors(y, lambda t: same.get(id(t), t)) if same else y
-
-    def backward(self, i: int, go_back: Callable[[], Any]) -> None:
-        """Differentiate under the random numbers of the backward."""
-        self.layers.backward(i, go_back)
