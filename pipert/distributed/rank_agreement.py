@@ -7,6 +7,7 @@ on CPU so that no device waits for it. If one rank reports a failure, all raise.
 
 from __future__ import annotations
 
+import os
 import pickle
 import sys
 import traceback
@@ -17,7 +18,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from pipert._typing import Device
 from pipert.errors import PipertError
 from pipert.schedules.action import FORWARD, Action
 
@@ -159,6 +162,50 @@ class Agreement:
 
     def __repr__(self) -> str:
         return f"<Agreement of ranks {self.ranks}>"
+
+
+class Site:
+    """The ranks that train a model, and this rank's place among them. Made by all of them together.
+
+    Raises:
+        RuntimeError: there is no process group.
+        ValueError: the mesh has more than two dimensions.
+    """
+
+    def __init__(self, mesh: DeviceMesh | None, device: Device | None) -> None:
+        if not dist.is_initialized():
+            raise RuntimeError(
+                "there is no process group; start with torchrun and call "
+                "torch.distributed.init_process_group() first"
+            )
+        if mesh is None:
+            device_type = "cuda" if dist.get_backend() == "nccl" else "cpu"
+            mesh = init_device_mesh(device_type, (dist.get_world_size(),))
+        if mesh.ndim > 2:
+            raise ValueError(
+                f"mesh must have one dimension, or two: the pipeline's and the data-parallel one's;"
+                f" got {mesh}"
+            )
+        self.group = mesh.get_group(0)
+        """The ranks of this pipeline."""
+        _, *self.replica = mesh.get_coordinate() or ()
+        """The number of this pipeline among data-parallel ones, if there are any."""
+        self.agreement = Agreement(mesh.mesh.flatten().tolist())
+        self.ranks = dist.get_process_group_ranks(self.group)
+        with self.agreement.agreeing():
+            self.device = _device_of(mesh, device)
+        self.homes: Sequence[int] = ()
+        """The rank of each partition, once that is known."""
+
+
+def _device_of(mesh: DeviceMesh, device: Device | None) -> torch.device:
+    """Return this rank's device: the one given, or else the default for the mesh."""
+    if device is not None:
+        return torch.device(device)
+    if mesh.device_type != "cuda":
+        return torch.device(mesh.device_type)
+    number = os.environ.get("LOCAL_RANK")
+    return torch.device("cuda", torch.cuda.current_device() if number is None else int(number))
 
 
 def _tensor(data: bytes | bytearray) -> Tensor:

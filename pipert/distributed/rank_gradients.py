@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
+from pipert.distributed.rank_agreement import Site
 from pipert.distributed.rank_boundary import transfers
-from pipert.distributed.rank_reports import Site
 
 SharedParameters = list[tuple[nn.Parameter, list[int]]]
 """Each parameter that several ranks have, with these ranks."""

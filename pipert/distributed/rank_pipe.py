@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from pipert._typing import Device, Value
+from pipert.distributed.rank_agreement import Site
 from pipert.distributed.rank_gradients import check_tied, norm_of_all, tie
-from pipert.distributed.rank_parts import RankParts, Where, check_settings, parts_of
+from pipert.distributed.rank_parts import RankParts, check_settings, parts_of
 from pipert.distributed.rank_reports import Call, RankSettings
 from pipert.distributed.rank_run import RankRuntime
 from pipert.distributed.rank_timeline import record
@@ -41,9 +42,9 @@ class RankPipe(nn.Module):
     _runtime: RankRuntime
     _settings: RankSettings
 
-    def _begin(self, where: Where, parts: RankParts, wrap: Wrap | None) -> None:
+    def _begin(self, site: Site, parts: RankParts, wrap: Wrap | None) -> None:
         """Tie the weights that ranks share, wrap the partitions, and make the runtime."""
-        site = where.site(parts.placement)
+        site.homes = [site.ranks[k] for k in parts.placement]
         tied = tie(parts.shared, site)
         with site.agreement.agreeing():
             wrapped = {j: wrap and wrap(part) or part for j, part in parts.modules.items()}
@@ -213,23 +214,23 @@ class Pipe(RankPipe):
         wrap: Wrap | None = None,
     ) -> None:
         super().__init__()
-        where = Where(mesh, device)
-        with where.agreement.agreeing() as layouts:
+        site = Site(mesh, device)
+        with site.agreement.agreeing() as layouts:
             check_module(module)
             verify_skippables(module)
             balance = require_balance(balance)
             check_balance(module, balance)
             check_batch_norm(module, deferred_batch_norm, stacklevel=3)
             given = chunks, schedule, checkpoint, deferred_batch_norm
-            self._settings = check_settings(*given, len(balance), len(where.ranks))
-            parts = parts_of(module, balance, self._settings.schedule, where.ranks, where.device)
+            self._settings = check_settings(*given, len(balance), len(site.ranks))
+            parts = parts_of(module, balance, self._settings.schedule, site.ranks, site.device)
             layouts.append((balance, self._settings, parts.layout))
-        where.agreement.require_same("arguments and layers", layouts)
+        site.agreement.require_same("arguments and layers", layouts)
         for part in parts.modules.values():
             self._modules.update(part._modules)
         self.training = module.training
         self._elsewhere = module._modules.keys() - self._modules.keys()
-        self._begin(where, parts, wrap)
+        self._begin(site, parts, wrap)
 
     @property
     def partitions(self) -> tuple[nn.Sequential, ...]:

@@ -14,9 +14,10 @@ from torch.distributed.fsdp import FSDPModule
 from pipert._typing import Device
 from pipert.balance.by_calls import choose_cuts
 from pipert.batch.microbatch import Arguments, arguments_of
+from pipert.distributed.rank_agreement import Site
 from pipert.distributed.rank_parameters import Load, materialise, own_tree, stage_modules
 from pipert.distributed.rank_partition import StageModule, moved
-from pipert.distributed.rank_parts import RankParts, Where, check_settings, layout_of, shared_of
+from pipert.distributed.rank_parts import RankParts, check_settings, layout_of, shared_of
 from pipert.distributed.rank_pipe import RankPipe, Wrap
 from pipert.distributed.replay_model import ReplayModel
 from pipert.distributed.replay_plan import ReplayPlan, cuts_of
@@ -81,7 +82,7 @@ def pipeline(
         ReplayError: the model's own code needs a value that is on another rank.
         RankError: another rank failed.
     """
-    where = Where(mesh, device)
+    where = Site(mesh, device)
     with where.agreement.agreeing() as chosen:
         cuts = _check(model, cuts, partitions, example, inputs)
         if cuts is None and partitions is not None and dist.get_rank() == where.ranks[0]:
@@ -137,7 +138,7 @@ class ModulePipe(RankPipe):
     """The model. On this rank, parameters of other ranks are on the meta device."""
 
     def _make(
-        self, where: Where, model: nn.Module, names: Iterable[str], example: Any,
+        self, where: Site, model: nn.Module, names: Iterable[str], example: Any,
         given: tuple[int, str, str | None, bool | None],
         load: Load | None, inputs: str, wrap: Wrap | None,
     ) -> None:  # fmt: skip

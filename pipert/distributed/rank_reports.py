@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pipert._typing import Value
 from pipert.batch.microbatch import batch_of_step, ready, scatter_with_sizes
 from pipert.batch.tensors import tensors_of
-from pipert.distributed.rank_agreement import Agreement
+from pipert.distributed.rank_agreement import Site
 from pipert.distributed.rank_boundary import Arrived, pack, transfers
 from pipert.layers.compiling import refuse_compilation
 from pipert.layers.parametrized import compute_cached
@@ -26,20 +26,6 @@ from pipert.stage.loss import (
     scale_of,
 )
 from pipert.workers.context import refuse_transforms
-
-
-class Site(NamedTuple):
-    """The place of this rank among those that train the model, and the place of each partition."""
-
-    agreement: Agreement
-    group: dist.ProcessGroup
-    """The ranks of this pipeline."""
-    homes: Sequence[int]
-    """The rank of each partition."""
-    replica: tuple[int, ...]
-    """The number of this pipeline among data-parallel ones, if there are any."""
-    device: torch.device
-    """This rank's device."""
 
 
 class RankSettings(NamedTuple):
@@ -89,7 +75,7 @@ class RankReport(NamedTuple):
     """The call and the settings, which all ranks must have in common."""
     tied: dict[int, bool]
     """Whether each weight that this rank shares with others requires grad, by its number."""
-    replica: tuple[int, ...]
+    replica: Sequence[int]
     seed: int
     """The seed of the random numbers; the first rank's is used."""
     sizes: Sequence[int] = ()
@@ -186,7 +172,7 @@ def check(site: Site, reports: Sequence[RankReport]) -> None:
             "a weight that several ranks share must require grad on all of them or on none; "
             "call requires_grad_() of it on each"
         )
-    rows = {one.replica: one.sizes for one in reports if one.sizes}
+    rows = {(*one.replica,): one.sizes for one in reports if one.sizes}
     counts = list(map(len, rows.values()))
     if len(set(counts)) > 1:
         raise ValueError(
@@ -195,7 +181,7 @@ def check(site: Site, reports: Sequence[RankReport]) -> None:
             "or leave the last batch out"
         )
     for one in reports:
-        given, target = rows[one.replica], one.target_sizes
+        given, target = rows[*one.replica], one.target_sizes
         if target and target != given:
             raise ValueError(
                 "arguments and target must have the same number of rows, but the arguments on "

@@ -21,11 +21,11 @@ from torch.distributed.fsdp import FSDPModule
 from pipert._typing import Value
 from pipert.batch.joining import gather
 from pipert.batch.tensors import differentiable
-from pipert.distributed.rank_agreement import RankError
+from pipert.distributed.rank_agreement import RankError, Site
 from pipert.distributed.rank_gradients import EarlierGradients, TiedParameter, sum_tied
 from pipert.distributed.rank_partition import Compute, RankBatch, RankPartition, compute_chain
 from pipert.distributed.rank_parts import RankParts
-from pipert.distributed.rank_reports import Call, RankSettings, Site, check, prepare, share
+from pipert.distributed.rank_reports import Call, RankSettings, check, prepare, share
 from pipert.distributed.rank_stage import RankStage
 from pipert.distributed.replay_model import ReplayModel
 from pipert.distributed.torch_schedules import make_schedule

@@ -27,9 +27,9 @@ from pipert.autograd.leaves import leaves_behind
 from pipert.autograd.order import ENTRANCE, edge_of, join
 from pipert.autograd.weight_gradients import Deferral, DeferredGradients, compute_deferred
 from pipert.batch.tensors import Carried, differentiable, tensors_of
+from pipert.distributed.rank_agreement import Site
 from pipert.distributed.rank_boundary import FAILED, SENT, Arrived, Parcel, pack, transfers
 from pipert.distributed.rank_partition import RankPartition, StageModule, moved
-from pipert.distributed.rank_reports import Site
 from pipert.layers.phase import microbatch
 from pipert.schedules.action import BACKWARD, FORWARD, Action
 from pipert.stage.shared_memory import compute_watching
