@@ -28,7 +28,7 @@ from pipert.autograd.order import ENTRANCE, edge_of, join
 from pipert.autograd.weight_gradients import Deferral, DeferredGradients, compute_deferred
 from pipert.batch.tensors import Carried, differentiable, tensors_of
 from pipert.distributed.rank_agreement import Site
-from pipert.distributed.rank_boundary import FAILED, SENT, Arrived, Parcel, pack, transfers
+from pipert.distributed.rank_boundary import FAILED, Arrived, Parcel, pack, transfers
 from pipert.distributed.rank_partition import RankPartition, StageModule, moved
 from pipert.layers.phase import microbatch
 from pipert.schedules.action import BACKWARD, FORWARD, Action
@@ -50,22 +50,21 @@ class RankMicroBatch:
     xs: Tensors = ()
     """Its leaves that came with grad."""
     ys: Tensors = ()
-    """The tensors that left, or the loss."""
-    parcel: Parcel = FAILED
-    """``SENT`` once that was sent, unless it is ``FAILED``."""
+    """Those tensors that left, or the loss, that require grad."""
+    header: bytes = FAILED
+    tensors: Sequence[Tensor] = ()
+    """Those to send, until they are sent."""
     dys: Sequence[Tensor] = ()
-    """The gradients of those ``ys`` that require grad."""
+    """The gradients of ``ys``."""
     dxs: Sequence[Tensor] = ()
     """The gradients to send back."""
     deferred: list[DeferredGradients] = field(default_factory=list)
     """The gradients of weights that the second half of a split backward computes."""
 
-    def take_parcel(self) -> Parcel:
+    def take_tensors(self) -> Sequence[Tensor]:
         """Return what is to be sent, and drop it."""
-        parcel = self.parcel
-        if parcel is not FAILED:
-            self.parcel = SENT
-        return parcel
+        tensors, self.tensors = self.tensors, ()
+        return tensors
 
 
 class RankStage(PipelineStage):
@@ -107,7 +106,7 @@ class RankStage(PipelineStage):
         return transfers(dist.irecv, tensors, self._before, self._group)
 
     def set_local_fwd_input(self, parcel: Parcel, i: int) -> None:
-        if parcel.header != FAILED.header:
+        if parcel.header != FAILED:
             self._kept[i].arrived = Arrived(parcel.header, self.device, parcel.tensors)
 
     def forward_one_chunk(self, i: int, *_: Any, **__: Any) -> Any:  # type: ignore[override]
@@ -116,10 +115,11 @@ class RankStage(PipelineStage):
         xs = () if kept.arrived is None else kept.arrived.leaves()
         kept.xs = tuple([x for x in xs if x.requires_grad])
         ys: Any = self.forward_maybe_with_nosync(*xs)  # type: ignore[no-untyped-call]
-        kept.ys = ys = ys if isinstance(ys, tuple) else (ys,)
+        ys = ys if isinstance(ys, tuple) else (ys,)
+        kept.ys = tuple([y for y in ys if y.requires_grad])
         if self._pack is not None:
             try:
-                kept.parcel = self._pack(ys)
+                kept.header, kept.tensors = self._pack(ys)
             except Exception as error:  # such as what pickle does not take
                 self._fail(error, Action(FORWARD, i, self.stage_index))
         if not self.has_backward:
@@ -127,8 +127,8 @@ class RankStage(PipelineStage):
         if self.is_last:
             return ys[0]
         if self._after == dist.get_rank():
-            return kept.take_parcel()
-        batch.sent += self._agreement.send(kept.parcel.header, self._after)
+            return Parcel(kept.header, kept.take_tensors())
+        batch.sent += self._agreement.send(kept.header, self._after)
         return None
 
     def _forward(self, tensors: Tensors) -> Tensors:
@@ -205,13 +205,13 @@ class RankStage(PipelineStage):
         self._batch.fail(error, action)
 
     def get_fwd_send_ops(self, i: int) -> list[dist.P2POp]:
-        tensors = self._kept[i].take_parcel().tensors
+        tensors = self._kept[i].take_tensors()
         return transfers(dist.isend, tensors, self._after, self._group)
 
     def get_bwd_recv_ops(self, i: int) -> list[dist.P2POp]:
         kept = self._kept[i]
-        if kept.parcel is not FAILED and self.has_backward:
-            kept.dys = [torch.empty_like(y.detach()) for y in kept.ys if y.requires_grad]
+        if kept.header != FAILED:
+            kept.dys = [torch.empty_like(y.detach()) for y in kept.ys]
         return transfers(dist.irecv, kept.dys, self._after, self._group)
 
     def set_local_bwd_input(self, dys: Any, i: int) -> None:
@@ -228,7 +228,11 @@ class RankStage(PipelineStage):
         dxs: list[Tensor | None] = [None] * len(kept.xs)
 
         def go_back() -> None:
-            ends, dys = self._ends(i, kept, loss)
+            ends, dys = kept.ys, list[Tensor | None](kept.dys)
+            if loss is not None and batch.loss is not None:
+                ends, dys = (loss,), [batch.loss.gradient_of(i, loss.detach())]
+            elif kept.header == FAILED:
+                ends, dys = (self._zero(ends),), [None]
             # A wrapper would not see the second half.
             if full_backward or self._is_wrapped or batch.is_sharded:
                 # torch also counts second halves, which there are none of.
@@ -249,18 +253,6 @@ class RankStage(PipelineStage):
         if self._is_wrapped or not batch.is_failed:
             raises = self._is_wrapped or batch.is_sharded
             self._carry_out(BACKWARD, i, raises, self._partition.layers.backward, i, go_back)
-
-    def _ends(
-        self, i: int, kept: RankMicroBatch, loss: Tensor | None
-    ) -> tuple[Tensors, Sequence[Tensor | None]]:
-        """Return the tensors to go backward from, and their gradients; ``None`` for a one."""
-        of_batch = self._batch.loss
-        if loss is not None and of_batch is not None:
-            return (loss,), (of_batch.gradient_of(i, loss.detach()),)
-        if kept.parcel is FAILED:
-            return (self._zero(kept.ys),), (None,)
-        left = iter(kept.dys)
-        return kept.ys, [next(left) if y.requires_grad else None for y in kept.ys]
 
     def backward_weight_one_chunk(self, i: int, last_backward: bool = False) -> None:
         later = self._kept[i].deferred

@@ -137,7 +137,7 @@ def keeps(rank: int, schedule: str, balance: list[int]) -> list[int]:
 
     def counting(stage: RankStage) -> None:
         for kept in stage._kept.values():
-            alive.append(sum(map(len, (kept.xs, kept.ys, kept.dys, kept.dxs, kept.parcel.tensors))))
+            alive.append(sum(map(len, (kept.xs, kept.ys, kept.dys, kept.dxs, kept.tensors))))
             alive.append(kept.arrived is not None)
         end(stage)
 
