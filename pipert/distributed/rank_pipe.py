@@ -24,8 +24,8 @@ from pipert.distributed.rank_timeline import record
 from pipert.layers.batchnorm import check_batch_norm
 from pipert.model.settings import check_chunks
 from pipert.model.split import check_balance, check_module, require_balance
-from pipert.observe.observers import Observer
-from pipert.skip.verify import verify_skippables
+from pipert.observe.event import Observer
+from pipert.skip.routes import verify_skippables
 from pipert.stage.loss import LossFunction
 from pipert.status import Statistics
 from pipert.timeline.timeline import Timeline

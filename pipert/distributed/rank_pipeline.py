@@ -24,8 +24,7 @@ from pipert.distributed.torch_schedules import ranks_of
 from pipert.layers.batchnorm import check_batch_norm
 from pipert.layers.intercepted import intercept, release
 from pipert.pipes.base import PipeBase
-from pipert.skip.routes import PartitionSkips
-from pipert.skip.verify import declarations
+from pipert.skip.routes import PartitionSkips, declarations
 
 __all__ = ["ModulePipe", "pipeline"]
 

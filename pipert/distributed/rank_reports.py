@@ -15,7 +15,7 @@ from pipert.batch.tensors import tensors_of
 from pipert.distributed.rank_agreement import Agreement
 from pipert.distributed.rank_boundary import Arrived, Parcel, pack, transfers
 from pipert.layers.compiling import refuse_compilation
-from pipert.layers.parametrized import compute_cached
+from pipert.layers.modules import compute_cached
 from pipert.layers.random_numbers import next_seed
 from pipert.stage.loss import (
     Loss,

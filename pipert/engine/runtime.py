@@ -34,7 +34,7 @@ from pipert.engine.waiting import Waiting
 from pipert.errors import PipeClosedError, ReentrantCallError
 from pipert.layers.batchnorm import DeferredStats
 from pipert.layers.effects import Effects
-from pipert.layers.parametrized import compute_cached
+from pipert.layers.modules import compute_cached
 from pipert.layers.random_numbers import Turns, paused
 from pipert.model.data_parallel import refuse_data_parallel
 from pipert.observe.backward import makers

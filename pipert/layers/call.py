@@ -19,8 +19,7 @@ from pipert.batch.microbatch import Arguments
 from pipert.batch.tensors import Carried, describe
 from pipert.errors import add_note
 from pipert.layers.buffers import has_buffers, locked
-from pipert.layers.compiled_backward import call_compiled
-from pipert.layers.compiling import is_compiled
+from pipert.layers.compiling import call_compiled, is_compiled
 from pipert.layers.effects import Effect, Effects
 from pipert.layers.parameter_copies import ParameterCopies
 from pipert.layers.phase import is_recomputing, microbatch, recompute_here
