@@ -6,6 +6,7 @@ partition and whatever must be the same the second time, but neither the run nor
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import groupby
@@ -78,9 +79,8 @@ class Layers:
         self._snapshot: Snapshot | None = None
         self._with_buffers: set[nn.Module] | None = None
         """The layers that have buffers; known once :meth:`forward` begins."""
-        # On CPU one thread runs the backward of all partitions.
-        on_gpu = context.grad_enabled and place.device.type == "cuda"
-        self._compiled = {layer for layer in partition if is_compiled(layer)} if on_gpu else set()
+        may_be = "torch._dynamo" in sys.modules
+        self._compiled = {layer for layer in partition if is_compiled(layer)} if may_be else set()
 
     def segments(self, i: int, hooks: Hooks) -> Segments:
         """Begin to checkpoint a micro-batch, in its forward, whose saved-tensor hooks are given."""

@@ -5,7 +5,9 @@ on a worker, or on the thread of a backward when it is recomputed. Several threa
 the same moment. The rules:
 
 1. One thread compiles at a time, under dynamo's process-wide lock.
-2. Calls of compiled code wait for nothing. They find their code without that lock.
+2. Calls of compiled code find their code without that lock. Before torch 2.14 they wait while
+   another thread compiles: torch has one flag for all threads that says whether one traces, and
+   would refuse the call.
 3. dynamo saves the states of the default generators before it compiles and restores them
    afterwards. A compiled layer is one that might draw, so these are its task's
    (``layers/random_numbers.py``).
@@ -49,7 +51,7 @@ def refuse_compilation(is_step: bool = False, *, recomputes: bool = False) -> No
     if is_traced_by_jit():
         raise not_traced("torch.jit.trace")
     by_make_fx = "ProxyTorchDispatchMode" in [type(mode).__name__ for mode in dispatch_modes()]
-    if is_traced_by_fx() and not by_make_fx:
+    if not by_make_fx and _is_traced_when_others_have_compiled():
         raise not_traced("torch.fx.symbolic_trace")
     if torch.compiler.is_dynamo_compiling() or callable(watcher()):
         raise TransformError(
@@ -90,8 +92,18 @@ def is_compiled_itself(module: nn.Module) -> bool:
     )
 
 
+def _is_traced_when_others_have_compiled() -> bool:
+    """Whether ``torch.fx`` traces this thread; if another thread compiles, wait for it first."""
+    dynamo = sys.modules.get("torch._dynamo.convert_frame")
+    if dynamo is not None and is_traced_by_fx():
+        with dynamo.compile_lock:
+            pass
+    return is_traced_by_fx()
+
+
 def call_compiled(call: Callable[..., Value], *args: Any, **kwargs: Any) -> Value:
     """Call a compiled layer whose backward may run at the same time as other partitions'."""
+    _is_traced_when_others_have_compiled()
     makers = [x.grad_fn for x in differentiable((args, kwargs))[0]]
     value = call(*args, **kwargs)
     give_own_contexts(differentiable(value)[0], makers)
