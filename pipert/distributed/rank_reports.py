@@ -87,16 +87,14 @@ class Inputs(NamedTuple):
         values = rebuild(tuple([tensor.detach().to(device) for tensor in tensors]))
         return Inputs(values, self.sizes, pack(values, {}) if is_sent else None)
 
-    def exchanged(self, site: Site, header: bytes) -> list[Value]:
-        """Return the first rank's inputs, which all ranks of the pipeline exchange."""
-        mine = self.parcel is not None
+    def exchanged(self, site: Site, header: bytes) -> Arrived | None:
+        """Send the first rank's inputs to all ranks of the pipeline; return them on the others."""
         tensors = self.parcel.tensors if self.parcel is not None else ()
         arrived = Arrived(header, site.device, tensors)
         with site.agreement.talking():
             for sent in transfers(dist.isend, arrived.tensors, site.homes[0], site.group):
                 dist.broadcast(sent.tensor, site.homes[0], group=site.group)
-        found: list[Value] = self.values if mine else arrived.rebuild(tuple(arrived.tensors))
-        return found
+        return arrived if self.parcel is None else None
 
 
 class CallArguments(NamedTuple):

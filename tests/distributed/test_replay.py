@@ -653,6 +653,38 @@ def test_a_rank_that_raises_tells_all_and_the_next_step_works(where: str, failin
         torch.testing.assert_close(loss, plain)
 
 
+class Unreadable:
+    """An argument that the second rank cannot unpickle."""
+
+    def __reduce__(self) -> Any:
+        return _unreadable, ()
+
+
+def _unreadable() -> Any:
+    if dist.get_rank() == 1:
+        raise Fault("unpickled")
+    return Unreadable()
+
+
+class Taking(Tied):
+    def forward(self, ids: Tensor, labels: Tensor | None = None, extra: Any = None) -> Any:
+        return super().forward(ids, labels)
+
+
+def argument_fails(rank: int) -> list[str]:
+    pipe = distributed.pipeline(Taking(), ["blocks.2"], example=tied_batch(2), chunks=2)
+    given: dict[str, Any] = tied_batch(4)
+    with pytest.raises((Fault, distributed.RankError)) as caught:
+        pipe.forward_backward(**given, extra=Unreadable(), loss_fn=loss_in_output)
+    pipe.forward_backward(**given, loss_fn=loss_in_output)
+    return [type(caught.value).__name__, str(caught.value)]
+
+
+def test_an_argument_that_a_rank_cannot_read() -> None:
+    first, second = run(2, argument_fails)
+    assert first[0] == "RankError" and second[0] == "Fault" and "unpickled" in first[1]
+
+
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_rank_that_is_killed_ends_the_others(failing: int) -> None:
     ended = endings(2, after_fault, "killed", failing, seconds=50, group=20)
