@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, Self
 
 import torch.distributed as dist
@@ -70,8 +70,8 @@ def pipeline(
             files. Each rank asks for its own names. Default: values as they are; parameters on
             the meta device get memory that is not initialised, to load a state into.
         inputs: ``'first'`` (default): the first rank's arguments are sent to all ranks;
-            ``'everywhere'``: each rank gives the same arguments. That is not checked: if tensors
-            differ between ranks, results are wrong.
+            ``'everywhere'``: each rank gives the same arguments. Their structures and shapes are
+            compared in each call, and up to 1,024 elements of each tensor that is on CPU.
 
     Raises:
         ValueError: as :func:`pipert.pipeline`; or the ranks were given different arguments, or the
@@ -81,9 +81,10 @@ def pipeline(
         RankError: another rank failed.
     """
     where = Where(mesh, device)
+    first = where.agreement.ranks[0]
     with where.agreement.agreeing() as chosen:
         cuts = _check(model, cuts, partitions, example, inputs)
-        if cuts is None and partitions is not None and dist.get_rank() == where.ranks[0]:
+        if cuts is None and partitions is not None and dist.get_rank() == first:
             if any(parameter.is_meta for parameter in model.parameters()):
                 raise ValueError(
                     "partitions are found by measuring the model, whose parameters are on the meta "
@@ -91,7 +92,7 @@ def pipeline(
                 )
             cuts = choose_cuts(model, partitions, example)
         chosen.append(cuts)
-    found = where.agreement.of(where.ranks[0], chosen) if cuts is None else cuts
+    found = where.agreement.of(first, chosen) if cuts is None else cuts
     pipe = ModulePipe.__new__(ModulePipe)
     nn.Module.__init__(pipe)
     given = chunks, schedule, checkpoint, deferred_batch_norm
@@ -180,7 +181,7 @@ class ModulePipe(RankPipe):
             tree._parameters, tree._buffers, tree._modules,
         )  # fmt: skip
         self._non_persistent_buffers_set = tree._non_persistent_buffers_set
-        self._own_names = {*self.state_dict()}
+        self._elsewhere = model.state_dict().keys() - self.state_dict().keys()
         self.training = model.training
         self._begin(where, parts, wrap)
         with agreement.agreeing():
@@ -199,19 +200,3 @@ class ModulePipe(RankPipe):
         """As in ``nn.Module``; the model's own modules of other ranks as well."""
         self.module.train(mode)
         return super().train(mode)
-
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
-        """As in ``nn.Module``; from the whole model's state it takes this rank's part.
-
-        Raises:
-            ValueError: ``assign`` is true: the model would keep its old parameters.
-        """
-        if assign:
-            raise ValueError(
-                "assign=True cannot replace the parameters of a model over ranks; leave it out, so "
-                "that values are copied, or give pipeline load="
-            )
-        own = {name: value for name, value in state_dict.items() if name in self._own_names}
-        return super().load_state_dict(own, strict)

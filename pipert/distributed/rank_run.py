@@ -80,8 +80,8 @@ class RankRuntime:
         agreement, modules, model = self.site.agreement, self.parts.modules, self.parts.model
         with agreement.agreeing("a mini-batch") as reports:
             tied = {one.number: one.parameter.requires_grad for one in self.tied}
-            given = arguments, settings, step, tied
-            report, own, make_loss = prepare(self.site, modules, model.inputs, *given)
+            called = arguments, settings, step, tied
+            report, own, make_loss = prepare(self.site, modules, model.inputs, *called)
             reports.append(report)
         check(self.site, reports)
         first: RankReport = agreement.of(self.site.homes[0], reports)
@@ -98,15 +98,19 @@ class RankRuntime:
                     # Also in a forward: a new stage of torch drops gradients of sharded parameters.
                     earlier = EarlierGradients(self.wrapped.values())
                     stats = DeferredStats([*modules.values()]) if settings.deferred else None
-                    leaves = [leaf_inputs(x) for x in inputs] if is_step else inputs
+                    loss = None if make_loss is None else make_loss(first.sizes)
+                    given = [*inputs, *(() if loss is None else loss.targets)]
+                    leaves = [leaf_inputs(x) for x in given] if is_step else given
+                    if loss is not None:
+                        loss.targets = leaves[len(inputs) :]
                     batch = RankBatch(
                         first.sizes,
-                        leaves,
+                        leaves[: len(inputs)],
                         recomputed(settings.checkpoint, m) if is_step else 0,
                         RunSeed(first.seed),
                         notifier,
                         self._context(),
-                        None if make_loss is None else make_loss(first.sizes),
+                        loss,
                         keep_outputs=step is None or step.keep_outputs,
                         is_ready=arguments.microbatches is not None,
                         is_wrapped=any(self.wrapped[j] is not part for j, part in modules.items()),
@@ -116,7 +120,7 @@ class RankRuntime:
                     reports.append(model.prepare(batch))
                 for i in sorted(set().union(*reports)):
                     self._record(settings.schedule, batch, i)
-                loss, outputs = self._go(prepared, batch, earlier, is_step)
+                result = self._go(prepared, batch, earlier, is_step)
                 notifier.outcome = "succeeded"
             except BaseException as error:
                 if isinstance(error, Exception):  # an interrupt leaves it cancelled
@@ -127,8 +131,8 @@ class RankRuntime:
         if stats is not None:
             stats.commit()
         if is_step:
-            _deliver(inputs, leaves)
-        return loss, outputs
+            _deliver(given, leaves)
+        return result
 
     def _context(self) -> CallerContext:
         device = self.site.device
@@ -255,9 +259,9 @@ class RankRuntime:
         return loss, outputs
 
 
-def _deliver(inputs: Sequence[Value], leaves: Sequence[Value]) -> None:
-    """Pass the gradients of the inputs on to the caller's graph."""
-    tensors = [x for value in inputs for x in differentiable(value)[0]]
+def _deliver(given: Sequence[Value], leaves: Sequence[Value]) -> None:
+    """Pass the gradients of the inputs and targets on to the caller's graph."""
+    tensors = [x for value in given for x in differentiable(value)[0]]
     grads = [leaf.grad for value in leaves for leaf in differentiable(value)[0]]
     arrived = [(x, dx) for x, dx in zip(tensors, grads, strict=True) if dx is not None]
     if arrived:

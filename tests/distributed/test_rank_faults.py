@@ -687,6 +687,22 @@ def sets_a_layer(rank: int) -> None:
     check_works(pipe, 2)
 
 
+def assigns(rank: int) -> None:
+    pipe = distributed.Pipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), [1, 1])
+    with pytest.raises(ValueError, match="assign=True"):
+        pipe.load_state_dict(pipe.state_dict(), assign=True)
+    whole = {f"{k}.{name}": torch.ones(4, 4)[0 if name == "bias" else ...]
+             for k in range(2) for name in ("weight", "bias")}  # fmt: skip
+    pipe.load_state_dict(whole)
+    with pytest.raises(RuntimeError, match="Unexpected key"):
+        pipe.load_state_dict({**whole, "2.weight": torch.ones(4)})
+    assert all(p.equal(torch.ones_like(p)) for p in pipe.parameters())
+
+
+def test_parameters_cannot_be_assigned_and_unknown_keys_are_refused() -> None:
+    run(2, assigns)
+
+
 def test_layers_cannot_be_replaced() -> None:
     run(2, sets_a_layer)
 

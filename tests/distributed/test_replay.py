@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_into
 from torch.distributed.checkpoint.state_dict_saver import save as save_as
 
 from pipert import distributed
+from pipert.distributed import rank_parameters, rank_pipeline
 from tests.distributed.launcher import endings, in_sweep, run
 from tests.distributed.own_models import (
     MODELS,
@@ -280,6 +282,156 @@ def loads_of_another(rank: int) -> Any:
 def test_loaded_values_are_copies_and_none_is_assigned() -> None:
     first, second = run(2, loads_of_another)
     assert "a.weight" in first and "b.weight" in second and "mean" in second
+
+
+def loads_files(rank: int, folder: str) -> dict[str, Tensor]:
+    with distributed.empty_parameters():
+        model = build("unet").bfloat16()
+    pipe = distributed.pipeline(model, ["middle"], example=unet_batch(2), load=folder)
+    return pipe.state_dict()
+
+
+def test_files_of_safetensors_are_loaded(tmp_path: Path) -> None:
+    save_file = pytest.importorskip("safetensors.torch").save_file
+    state = build("unet").state_dict()
+    names = sorted(state)
+    for k, some in enumerate((names[:5], names[5:])):
+        save_file({name: state[name] for name in some}, tmp_path / f"model-{k}.safetensors")
+    found = run(2, loads_files, str(tmp_path))
+    assert set().union(*found) == set(state)
+    for each in found:
+        for name, value in each.items():
+            assert torch.equal(value, state[name].to(value.dtype)), name
+
+
+def test_files_of_safetensors_need_the_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.safetensors").touch()
+    monkeypatch.setattr(rank_parameters, "find_spec", lambda _: None)
+    with pytest.raises(ImportError, match="pip install safetensors"):
+        rank_parameters.loader(tmp_path)
+
+
+def holds(rank: int) -> tuple[int, int]:
+    """The most bytes of tensors while loading, and those of this rank's share with one layer."""
+    with distributed.empty_parameters():
+        model = nn.Sequential(*[nn.Sequential(nn.Linear(32, 32)) for _ in range(8)])
+    most = 0
+
+    def held() -> int:
+        tensors = [one for one in gc.get_objects() if issubclass(type(one), Tensor)]
+        memories = {t.data_ptr(): t.untyped_storage().nbytes() for t in tensors if not t.is_meta}
+        return sum(memories.values())
+
+    def load(name: str) -> Tensor:
+        nonlocal most
+        value = torch.ones(model.get_parameter(name).shape)
+        most = max(most, held())
+        return value
+
+    x = torch.ones(2, 32)
+    before = held()
+    pipe = distributed.pipeline(model, ["4"], example=x, load=load)
+    share = sum(p.nbytes for p in pipe.parameters())
+    return most - before, share + 4 * (32 * 32 + 32)
+
+
+def test_while_loading_a_rank_holds_its_share_and_a_layer() -> None:
+    for most, allowed in run(2, holds):
+        assert 0 < most <= allowed
+
+
+def hooks_and_parameters(rank: int) -> str:
+    model = Chain(lambda *a: a[2])
+    weight: Any = model.a.weight
+    weight.register_hook(lambda dx: dx)
+    x = torch.ones(4, 4)
+    distributed.pipeline(model, ["b"], example=x)  # it stays where it is
+    model = Chain(lambda *a: a[2])
+    weight = model.b.weight
+    weight.register_post_accumulate_grad_hook(lambda p: None)
+    with pytest.raises((ValueError, distributed.RankError)) as caught:
+        distributed.pipeline(model, ["b"], example=x, load=lambda name: None if "b" not in name
+                             else torch.ones(model.get_parameter(name).shape))  # fmt: skip
+    return str(caught.value)
+
+
+def test_a_parameter_with_hooks_is_not_replaced() -> None:
+    assert all("'b.weight' has hooks" in text for text in run(2, hooks_and_parameters))
+
+
+def measures(rank: int) -> list[str]:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stages", "copies"))
+    calls = list[int]()
+
+    def choosing(*_: Any) -> list[str]:
+        calls.append(rank)
+        return ["downs.1"] if rank == 0 else ["middle"]
+
+    vars(rank_pipeline)["choose_cuts"] = choosing  # in a process of its own
+    pipe = distributed.pipeline(build("unet"), partitions=2, example=unet_batch(2), mesh=mesh)
+    assert calls == [0] * (rank == 0)
+    return pipe.cuts
+
+
+def test_cuts_are_measured_on_one_rank_for_all_copies() -> None:
+    assert run(4, measures) == [["downs.1"]] * 4
+
+
+def chooses(rank: int) -> Any:
+    pipe = distributed.pipeline(build("unet"), partitions=2, example=unet_batch(2))
+    given: dict[str, Any] = unet_batch(8)
+    loss = pipe.forward_backward(**given, loss_fn=MODELS["unet"][3])
+    return pipe.cuts, loss
+
+
+def test_measured_cuts_are_the_same_on_all_ranks() -> None:
+    plain = MODELS["unet"][3](build("unet")(**unet_batch(8)), None)
+    (cuts, _), (others, _) = found = run(2, chooses, seconds=50)
+    assert cuts == others and len(cuts) == 1
+    for _, loss in found:
+        torch.testing.assert_close(loss, plain.detach())
+
+
+def everywhere(rank: int, differs: str) -> str:
+    pipe = distributed.pipeline(
+        build("tied"), ["blocks.2"], example=tied_batch(2), chunks=2, inputs="everywhere"
+    )
+    given: dict[str, Any] = tied_batch(4)
+    if rank and differs == "values":
+        given["ids"] = given["ids"].roll(1, 0)
+    if rank and differs == "lengths":
+        given = tied_batch(4, 6)
+    with pytest.raises(ValueError) as caught:
+        pipe.forward_backward(**given, loss_fn=loss_in_output)
+    same: dict[str, Any] = tied_batch(4)
+    pipe.forward_backward(**same, loss_fn=loss_in_output)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("differs", ["values", "lengths"])
+def test_arguments_that_differ_between_ranks_are_refused(differs: str) -> None:
+    assert all("the same arguments" in text for text in run(2, everywhere, differs))
+
+
+def target_with_graph(rank: int) -> Tensor | None:
+    x, weight = torch.ones(4, 4), torch.ones(4, requires_grad=True)
+    torch.manual_seed(0)
+    pipe = distributed.pipeline(Chain(lambda *a: a[2]), ["b"], example=x, chunks=2)
+    pipe.forward_backward(x, target=x * weight * weight, loss_fn=F.mse_loss)
+    return weight.grad
+
+
+def test_a_target_with_a_graph_gets_its_gradient() -> None:
+    torch.manual_seed(0)
+    x, weight = torch.ones(4, 4), torch.ones(4, requires_grad=True)
+    torch.autograd.backward(F.mse_loss(Chain(lambda *a: a[2])(x), x * weight * weight))
+    first, second = run(2, target_with_graph)
+    assert first is None
+    torch.testing.assert_close(second, weight.grad)
 
 
 def test_empty_parameters_that_layers_share_stay_one_and_other_threads_get_real_ones() -> None:
