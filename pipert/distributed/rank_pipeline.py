@@ -18,8 +18,7 @@ from pipert.distributed.rank_parameters import Load, materialise, own_tree, stag
 from pipert.distributed.rank_partition import StageModule, moved
 from pipert.distributed.rank_parts import RankParts, Where, check_settings, layout_of, shared_of
 from pipert.distributed.rank_pipe import RankPipe, Wrap
-from pipert.distributed.replay_model import ReplayModel
-from pipert.distributed.replay_plan import ReplayPlan, cuts_of
+from pipert.distributed.replay_model import ReplayModel, cuts_of
 from pipert.distributed.torch_schedules import ranks_of
 from pipert.layers.batchnorm import check_batch_norm
 from pipert.layers.intercepted import intercept, release
@@ -153,26 +152,24 @@ class ModulePipe(RankPipe):
         with agreement.agreeing() as found:
             intercept(cuts.layers)
             weakref.finalize(self, release, list(cuts.layers)).atexit = False
-            plan = ReplayPlan(cuts, where.device)
-            arguments = arguments_of(example)
-            plan.place(moved(Arguments(*arguments), where.device))
-            found.append(plan.places())
+            replayed = ReplayModel(cuts, where.device, "shared" if inputs == "first" else inputs)
+            replayed.place(moved(Arguments(*arguments_of(example)), where.device))
+            found.append([sorted(replayed.uses[p]) for p in model.parameters()])
         agreement.require_same("example", found)
         me = ranks.index(dist.get_rank())
         own = [j for j, home in enumerate(placement) if home == me]
         with agreement.agreeing():
-            here = {p for p, used in plan.uses.items() if not used.isdisjoint(own)}
-            called = {layer for layer, used in plan.layers.items() if not used.isdisjoint(own)}
-            others = {m for layer in plan.layers.keys() - called for m in layer.modules()}
+            here = {p for p, used in replayed.uses.items() if not used.isdisjoint(own)}
+            called = {layer for layer, used in replayed.layers.items() if not used.isdisjoint(own)}
+            others = {m for layer in replayed.layers.keys() - called for m in layer.modules()}
             others -= {m for layer in called for m in layer.modules()}
             new = materialise(model, here, where.device, load)
-            plan.uses = {new.get(p, p): used for p, used in plan.uses.items()}
+            replayed.uses = {new.get(p, p): used for p, used in replayed.uses.items()}
             here = {new.get(p, p) for p in here}
         modules = stage_modules(
-            cuts.layers, plan.layers, plan.uses, own, model.training, StageModule
+            cuts.layers, replayed.layers, replayed.uses, own, model.training, StageModule
         )
-        n, shared = cuts.n, shared_of(plan.uses, placement, ranks)
-        replayed = ReplayModel(plan, "shared" if inputs == "first" else inputs)
+        n, shared = cuts.n, shared_of(replayed.uses, placement, ranks)
         skips = [PartitionSkips((), (), {})] * n
         parts = RankParts(replayed, placement, modules, skips, [""] * n, shared, self._layout)
         self.__dict__["module"] = model

@@ -20,7 +20,9 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_into
 from torch.distributed.checkpoint.state_dict_saver import save as save_as
 
 from pipert import distributed
-from pipert.distributed import rank_parameters, rank_pipeline
+from pipert.distributed import rank_parameters, rank_pipeline, replay_model
+from pipert.distributed.placeholders import Record
+from pipert.distributed.replay import Replay
 from tests.distributed.launcher import endings, in_sweep, run
 from tests.distributed.own_models import (
     MODELS,
@@ -485,6 +487,151 @@ def test_a_cache_that_layers_fill_is_refused() -> None:
     assert all("use_cache=False" in text for text in run(2, with_cache, seconds=50))
 
 
+# Records ------------------------------------------------------------------------------------------
+
+
+class Lengths(nn.Module):
+    """Own code that takes as many events as there are columns; an early tensor is used at last."""
+
+    def __init__(self, looping: bool) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(1, 1), nn.Linear(1, 1), nn.Linear(1, 1)
+        self.looping = looping
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x[..., None])
+        for _ in range(x.shape[1] if self.looping else 2):
+            h = h * 0.9
+        extra = h + 1
+        y: Tensor = self.c(self.b(h) * x[..., None]) + extra
+        return y.mean(1)
+
+
+def lengths(rank: int, looping: bool) -> list[Any]:
+    """Steps of several lengths: the losses, the recordings so far, and the bytes that crossed."""
+    torch.manual_seed(0)
+    recordings, names = list[int](), list[int]()
+    record = replay_model.ReplayModel._recording
+    leave = Replay._go_on_to
+
+    def recording(self: Any, *args: Any) -> Any:
+        recordings.append(1)
+        return record(self, *args)
+
+    def going_on(self: Any, begins: int) -> None:
+        try:
+            leave(self, begins)
+        finally:
+            names.append(len(self.header.names))
+
+    # Of this process alone.
+    setattr(replay_model.ReplayModel, "_recording", recording)  # noqa: B010
+    setattr(Replay, "_go_on_to", going_on)  # noqa: B010
+    x = torch.ones(4, 2)
+    pipe = distributed.pipeline(Lengths(looping), ["b"], example=x, chunks=2)
+    found = []
+    for length in (2, 3, 4, 5, 5):
+        recordings.clear()
+        names.clear()
+        x = torch.arange(4.0 * length).reshape(4, length)
+        loss = pipe.forward_backward(x, target=torch.ones(4, 1), loss_fn=F.mse_loss)
+        found.append((loss, len(recordings), max(names)))
+    return found
+
+
+def test_a_record_of_two_lengths_serves_for_all_others() -> None:
+    torch.manual_seed(0)
+    plain = Lengths(False)
+    of_first, _ = both = run(2, lengths, False)
+    for found in both:
+        for (loss, _, _), length in zip(found, (2, 3, 4, 5, 5), strict=True):
+            y = plain(torch.arange(4.0 * length).reshape(4, length))
+            torch.testing.assert_close(loss, F.mse_loss(y, torch.ones(4, 1)).detach())
+        assert [recordings for _, recordings, _ in found] == [1, 1, 0, 0, 0]
+    assert {names for *_, names in of_first} == {2}
+
+
+def test_lengths_that_take_other_events_have_records_of_their_own() -> None:
+    torch.manual_seed(0)
+    plain = Lengths(True)
+    for found in run(2, lengths, True):
+        for (loss, _, _), length in zip(found, (2, 3, 4, 5, 5), strict=True):
+            y = plain(torch.arange(4.0 * length).reshape(4, length))
+            torch.testing.assert_close(loss, F.mse_loss(y, torch.ones(4, 1)).detach())
+        assert [recordings for _, recordings, _ in found] == [1, 1, 1, 1, 0]
+
+
+class Late(Lengths):
+    """Takes another way from four columns on."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x[..., None])
+        first = h * 2
+        if x.shape[1] > 3:
+            h = h * 0.5
+            first = h + 5
+        y: Tensor = self.c(self.b(h)) + first
+        return y.mean(1)
+
+
+def other_ways(rank: int) -> list[Tensor]:
+    torch.manual_seed(0)
+    pipe = distributed.pipeline(Late(False), ["b"], example=torch.ones(4, 2), chunks=2)
+    xs = [torch.arange(4.0 * length).reshape(4, length) for length in (2, 3, 4, 6)]
+    target = torch.ones(4, 1)
+    return [pipe.forward_backward(x, target=target, loss_fn=F.mse_loss) for x in xs]
+
+
+def test_where_a_record_does_not_fit_all_tensors_cross() -> None:
+    torch.manual_seed(0)
+    plain = Late(False)
+    for found in run(2, other_ways):
+        for loss, length in zip(found, (2, 3, 4, 6), strict=True):
+            y = plain(torch.arange(4.0 * length).reshape(4, length))
+            torch.testing.assert_close(loss, F.mse_loss(y, torch.ones(4, 1)).detach())
+
+
+def test_only_the_records_used_last_are_kept() -> None:
+    model = Chain(lambda *a: a[2])
+    cuts = replay_model.cuts_of(model, ["b"])
+    replayed = replay_model.ReplayModel(cuts, torch.device("cpu"), "shared")
+    record = Record([], [], None)
+    for k in range(200):
+        replayed._keep(k, record)
+        replayed._keep(0, record)
+    assert len(replayed.records) == replay_model.RECORDS and {0, 199} <= set(replayed.records)
+
+
+class ByValue(Lengths):
+    """Its last partition reads a value, so its records are made with values."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y * 2 if y.mean() > 1000 else y
+
+
+def copies_with_values(rank: int) -> Tensor:
+    """Two copies whose own code takes different numbers of events."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stages", "copies"))
+    torch.manual_seed(0)
+    pipe = distributed.pipeline(ByValue(True), ["b"], example=torch.ones(4, 2), mesh=mesh)
+    length = 2 if mesh.get_local_rank("copies") else 6
+    x = torch.arange(4.0 * length).reshape(4, length)
+    loss: Tensor = pipe.forward_backward(x, target=torch.ones(4, 1), loss_fn=F.mse_loss)
+    return loss
+
+
+def test_records_with_values_are_those_of_a_copy() -> None:
+    torch.manual_seed(0)
+    plain = ByValue(True)
+    for rank, loss in enumerate(run(4, copies_with_values)):
+        length = 2 if rank % 2 else 6
+        y = plain(torch.arange(4.0 * length).reshape(4, length))
+        torch.testing.assert_close(loss, F.mse_loss(y, torch.ones(4, 1)).detach())
+
+
 # What is refused ----------------------------------------------------------------------------------
 
 
@@ -564,6 +711,23 @@ def replaces_buffer(model: Any, x: Tensor, h: Tensor) -> Any:
     return h
 
 
+def keeps(model: Any, x: Tensor, h: Tensor) -> Any:
+    model.kept = getattr(model, "kept", None)
+    if model.kept is None:
+        model.kept = torch.ones_like(h)
+    return h + model.kept
+
+
+def keeps_in_dict(model: Any, x: Tensor, h: Tensor) -> Any:
+    table = model.__dict__.setdefault("table", {})
+    return h + table.setdefault(len(x), h * 2)
+
+
+def counts(model: Any, x: Tensor, h: Tensor) -> Any:
+    model.mean += 1
+    return h
+
+
 class Hidden:
     """What no pytree sees."""
 
@@ -588,7 +752,8 @@ REFUSED: list[tuple[Callable[..., Any], str]] = [
     (in_checkpoint, "torch.utils.checkpoint"), (appends, "changes an argument"),
     (changes_input, "changes one of its inputs"), (adds_to_buffer, "the buffer 'mean'"),
     (adds_to_part_of_buffer, "the buffer 'mean'"), (replaces_buffer, "the buffer 'mean'"),
-    (hides, "inside of a Hidden"),
+    (hides, "inside of a Hidden"), (keeps, "is kept in 'kept'"),
+    (keeps_in_dict, "is kept in 'table'"), (counts, "changes the buffer 'mean'"),
 ]  # fmt: skip
 
 
@@ -619,6 +784,80 @@ def refused(rank: int, between: Callable[..., Any]) -> str:
 def test_what_is_refused(between: Callable[..., Any], why: str) -> None:
     for text in run(2, refused, between):
         assert why in text
+
+
+class Output(nn.Module):
+    """Returns a tensor of the first partition, and reads a value, in the last one."""
+
+    def __init__(self, ends: Callable[[Tensor, Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        self.a, self.b, self.ends = nn.Linear(4, 4), nn.Linear(4, 4), ends
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.a(x)
+        return self.ends(x, h, self.b(h))
+
+
+def in_a_class(x: Tensor, h: Tensor, y: Tensor) -> Any:
+    return Hidden(h)
+
+
+def changes_late(x: Tensor, h: Tensor, y: Tensor) -> Any:
+    return y + x.add_(1) if y.mean() < 1000 else y
+
+
+def of_last(x: Tensor, h: Tensor, y: Tensor) -> Any:
+    return Hidden(y)
+
+
+def ends(rank: int, what: Callable[..., Any]) -> str:
+    torch.manual_seed(0)
+    x = torch.randn(4, 4)
+    before = x.clone()
+    loss_fn: Any = lambda y, _: (y.y if isinstance(y, Hidden) else y).mean()  # noqa: E731
+    try:
+        pipe = distributed.pipeline(Output(what), ["b"], example=x, chunks=2)
+        pipe.forward_backward(x, loss_fn=loss_fn)
+    except (distributed.ReplayError, distributed.RankError) as error:
+        return str(error)
+    finally:
+        assert torch.equal(x, before)
+    return "nothing was refused"
+
+
+@pytest.mark.parametrize(
+    "what, why", [(in_a_class, "the model returns a tensor inside of a Hidden"),
+                  (of_last, "nothing was refused"), (changes_late, "changes one of its inputs")],
+)  # fmt: skip
+def test_outputs_and_inputs_of_the_last_partition(what: Callable[..., Any], why: str) -> None:
+    assert all(why in text for text in run(2, ends, what))
+
+
+def checks_for_nan(rank: int) -> list[str]:
+    found, x = [], torch.ones(4, 4)
+    for passes in (False, True):
+        model = Chain(lambda *a: a[2])
+        seen = list[bool]()
+
+        def look(layer: nn.Module, args: Any, y: Tensor, passes: Any = passes) -> None:
+            if not (passes and y.is_meta):
+                seen.append(bool(y.isnan().any()))  # noqa: B023
+
+        pipe = distributed.pipeline(model, ["b"], example=x, chunks=2)
+        model.a.register_forward_hook(look)
+        try:
+            pipe.forward_backward(x, target=x, loss_fn=F.mse_loss)
+        except (distributed.ReplayError, distributed.RankError) as error:
+            found.append(str(error))
+        else:
+            found.append(f"{len(seen)}")
+    return found
+
+
+def test_a_hook_that_reads_values_must_pass_over_placeholders() -> None:
+    first, second = run(2, checks_for_nan)
+    assert all("a hook of the layer 'a' fails" in text for text in (first[0], second[0]))
+    assert int(first[1]) >= 2 and second[1] == "0"
 
 
 class InPlace(nn.Module):
