@@ -40,6 +40,8 @@ class RankPipe(nn.Module):
 
     _runtime: RankRuntime
     _settings: RankSettings
+    _elsewhere: set[str]
+    """The keys of the plain module's state that other ranks have."""
 
     def _begin(self, where: Where, parts: RankParts, wrap: Wrap | None) -> None:
         """Tie the weights that ranks share, wrap the partitions, and make the runtime."""
@@ -143,6 +145,22 @@ class RankPipe(nn.Module):
             part.train(mode)
         return self
 
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """As in ``nn.Module``; from the whole model's state it takes this rank's part.
+
+        Raises:
+            ValueError: ``assign`` is true, which would replace the parameters that ranks share.
+        """
+        if assign:
+            raise ValueError(
+                "assign=True cannot replace the parameters of a model over ranks; leave it out, so "
+                "that values are copied"
+            )
+        own = {name: v for name, v in state_dict.items() if name not in self._elsewhere}
+        return super().load_state_dict(own, strict)
+
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
         """Return the norm of the gradients on all ranks of the pipeline, which all call it.
 
@@ -228,7 +246,7 @@ class Pipe(RankPipe):
         for part in parts.modules.values():
             self._modules.update(part._modules)
         self.training = module.training
-        self._elsewhere = module._modules.keys() - self._modules.keys()
+        self._elsewhere = module.state_dict().keys() - self.state_dict().keys()
         self._begin(where, parts, wrap)
 
     @property
@@ -243,10 +261,3 @@ class Pipe(RankPipe):
                 "replace those of the Sequential, on all ranks, and make a new pipe"
             )
         super().__setattr__(name, value)
-
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
-        """As in ``nn.Module``; from the whole model's state it takes this rank's part."""
-        own = {k: v for k, v in state_dict.items() if k.split(".")[0] not in self._elsewhere}
-        return super().load_state_dict(own, strict, assign)

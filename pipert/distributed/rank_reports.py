@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from pipert._typing import Value
 from pipert.batch.microbatch import batch_of_step, ready, scatter_with_sizes
 from pipert.batch.tensors import tensors_of
+from pipert.batch.trees import ORDINARY, flatten
 from pipert.distributed.rank_agreement import Agreement
 from pipert.distributed.rank_boundary import Arrived, Parcel, pack, transfers
 from pipert.layers.compiling import refuse_compilation
@@ -87,16 +89,14 @@ class Inputs(NamedTuple):
         values = rebuild(tuple([tensor.detach().to(device) for tensor in tensors]))
         return Inputs(values, self.sizes, pack(values, {}) if is_sent else None)
 
-    def exchanged(self, site: Site, header: bytes) -> list[Value]:
-        """Return the first rank's inputs, which all ranks of the pipeline exchange."""
-        mine = self.parcel is not None
+    def exchanged(self, site: Site, header: bytes) -> Arrived | None:
+        """Send the first rank's inputs to all ranks of the pipeline; return them on the others."""
         tensors = self.parcel.tensors if self.parcel is not None else ()
         arrived = Arrived(header, site.device, tensors)
         with site.agreement.talking():
             for sent in transfers(dist.isend, arrived.tensors, site.homes[0], site.group):
                 dist.broadcast(sent.tensor, site.homes[0], group=site.group)
-        found: list[Value] = self.values if mine else arrived.rebuild(tuple(arrived.tensors))
-        return found
+        return arrived if self.parcel is None else None
 
 
 class CallArguments(NamedTuple):
@@ -132,6 +132,8 @@ class RankReport(NamedTuple):
     """The number of rows in each micro-batch, from the first rank."""
     target_sizes: Sequence[int] = ()
     """Likewise of the target, if it has rows, from the last rank."""
+    checksum: tuple[int, int] = 0, 0
+    """The first rank of this pipeline, and a checksum of arguments that must be equal there."""
     header: bytes = b""
     """What describes the arguments of all micro-batches, from a first rank that shares them."""
 
@@ -155,9 +157,11 @@ def prepare(
     refuse_transforms()
     compute_cached(modules.values())
     device, chunks = site.device, settings.chunks
-    inputs, target_sizes = Inputs([], [], None), list[int]()
+    inputs, target_sizes, checksum = Inputs([], [], None), list[int](), 0
     if 0 in modules or inputs_of == "everywhere":
         inputs = arguments.split(chunks)
+        if inputs_of == "everywhere":
+            checksum = checksum_of(inputs.values)
         if inputs_of != "first":
             inputs = inputs.for_all(device, is_sent=inputs_of == "shared")
     kind, loss_of_sizes = "forward", None
@@ -188,8 +192,26 @@ def prepare(
     is_ready = "micro-batches" if arguments.microbatches is not None else "arguments"
     in_common = kind, is_ready, mode, f"autocast={autocast}", *settings
     header = b"" if inputs.parcel is None else inputs.parcel.header
-    report = RankReport(in_common, tied, next_seed(), inputs.sizes, target_sizes, header)
+    of_inputs = site.homes[0], checksum
+    report = RankReport(
+        in_common, tied, next_seed(), inputs.sizes, target_sizes, of_inputs, header
+    )
     return report, inputs, loss_of_sizes
+
+
+def checksum_of(value: Value) -> int:
+    """Return a checksum of a value: of the structure, and of some elements of tensors on CPU."""
+    leaves, spec = flatten(value)
+    found = zlib.crc32(str(spec).encode())
+    for leaf in leaves:
+        shown: Any = leaf if type(leaf) in ORDINARY else type(leaf)
+        if isinstance(leaf, Tensor):
+            shown = leaf.dtype, tuple(leaf.shape)
+            if leaf.device.type == "cpu" and leaf.layout == torch.strided:
+                some = leaf.detach().flatten()[:: 1 + leaf.numel() // 1024].contiguous()
+                found = zlib.crc32(bytes(some.view(torch.uint8).tolist()), found)
+        found = zlib.crc32(repr(shown).encode(), found)
+    return found
 
 
 def check(site: Site, reports: Sequence[RankReport]) -> None:
@@ -200,6 +222,12 @@ def check(site: Site, reports: Sequence[RankReport]) -> None:
         raise ValueError(
             "a weight that several ranks share must require grad on all of them or on none; "
             "call requires_grad_() of it on each"
+        )
+    inputs: dict[int, int] = {}
+    if any(inputs.setdefault(*one.checksum) != one.checksum[1] for one in reports):
+        raise ValueError(
+            "with inputs='everywhere' all ranks must give the same arguments, but they differ "
+            "between ranks; seed what loads and shuffles them alike, or take inputs='first'"
         )
     counts = [len(reports[first].sizes) for first, _ in site.ends]
     if len(set(counts)) > 1:

@@ -48,6 +48,8 @@ from pipert.stage.step import without_grad
 from pipert.stage.step_boundary import leaf_inputs
 from pipert.workers.context import CallerContext
 
+Prepared = tuple[Any, list[RankStage], dict[int, RankPartition]]
+
 
 @dataclass(eq=False)
 class RankRuntime:
@@ -78,43 +80,59 @@ class RankRuntime:
         agreement, modules, model = self.site.agreement, self.parts.modules, self.parts.model
         with agreement.agreeing("a mini-batch") as reports:
             tied = {one.number: one.parameter.requires_grad for one in self.tied}
-            given = arguments, settings, step, tied
-            report, own, make_loss = prepare(self.site, modules, model.inputs, *given)
+            called = arguments, settings, step, tied
+            report, own, make_loss = prepare(self.site, modules, model.inputs, *called)
             reports.append(report)
         check(self.site, reports)
         first: RankReport = agreement.of(self.site.homes[0], reports)
-        inputs = own.values
-        if model.inputs == "shared":
-            inputs = own.exchanged(self.site, first.header)
-        m, n = len(first.sizes), len(self.site.homes)
-        planned = plan_call(m, n, range(n)) if step is None else plan("gpipe", m, n)
+        arrived = own.exchanged(self.site, first.header) if model.inputs == "shared" else None
+        m, n, is_step = len(first.sizes), len(self.site.homes), step is not None
+        planned = plan("gpipe", m, n) if is_step else plan_call(m, n, range(n))
+        earlier, stats = None, None
         with self.counters.open(planned) as notifier:
             try:
-                stats = DeferredStats([*modules.values()]) if settings.deferred else None
-                leaves = inputs if step is None else [leaf_inputs(x) for x in inputs]
-                batch = RankBatch(
-                    first.sizes,
-                    leaves,
-                    0 if step is None else recomputed(settings.checkpoint, m),
-                    RunSeed(first.seed),
-                    notifier,
-                    self._context(),
-                    None if make_loss is None else make_loss(first.sizes),
-                    keep_outputs=step is None or step.keep_outputs,
-                    is_ready=arguments.microbatches is not None,
-                    is_wrapped=any(self.wrapped[j] is not part for j, part in modules.items()),
-                    is_sharded=bool(self._sharded),
-                )
-                loss, outputs = self._go(settings.schedule, batch, stats, step is not None)
+                with agreement.agreeing() as reports:
+                    inputs = own.values
+                    if arrived is not None:
+                        inputs = arrived.rebuild(tuple(arrived.tensors))
+                    # Also in a forward: a new stage of torch drops gradients of sharded parameters.
+                    earlier = EarlierGradients(self.wrapped.values())
+                    stats = DeferredStats([*modules.values()]) if settings.deferred else None
+                    loss = None if make_loss is None else make_loss(first.sizes)
+                    given = [*inputs, *(() if loss is None else loss.targets)]
+                    leaves = [leaf_inputs(x) for x in given] if is_step else given
+                    if loss is not None:
+                        loss.targets = leaves[len(inputs) :]
+                    batch = RankBatch(
+                        first.sizes,
+                        leaves[: len(inputs)],
+                        recomputed(settings.checkpoint, m) if is_step else 0,
+                        RunSeed(first.seed),
+                        notifier,
+                        self._context(),
+                        loss,
+                        keep_outputs=step is None or step.keep_outputs,
+                        is_ready=arguments.microbatches is not None,
+                        is_wrapped=any(self.wrapped[j] is not part for j, part in modules.items()),
+                        is_sharded=bool(self._sharded),
+                    )
+                    prepared = self._prepared(settings.schedule, batch, stats, is_step)
+                    reports.append(model.prepare(batch))
+                for i in sorted(set().union(*reports)):
+                    self._record(settings.schedule, batch, i)
+                result = self._go(prepared, batch, earlier, is_step)
                 notifier.outcome = "succeeded"
-            except Exception:  # an interrupt leaves it cancelled
-                notifier.outcome = "failed"
+            except BaseException as error:
+                if isinstance(error, Exception):  # an interrupt leaves it cancelled
+                    notifier.outcome = "failed"
+                if earlier is not None:
+                    earlier.restore()
                 raise
         if stats is not None:
             stats.commit()
-        if step is not None:
-            _deliver(inputs, leaves)
-        return loss, outputs
+        if is_step:
+            _deliver(given, leaves)
+        return result
 
     def _context(self) -> CallerContext:
         device = self.site.device
@@ -140,25 +158,30 @@ class RankRuntime:
             partitions[j] = RankPartition(module, place, computing, batch, own_stats)
         return partitions
 
-    def _prepare(self, batch: RankBatch, name: str) -> None:
-        """Let the model prepare for the micro-batches, with a forward of each that needs one."""
+    def _prepared(
+        self, name: str, batch: RankBatch, stats: DeferredStats | None, is_step: bool
+    ) -> Prepared:
+        """Return torch's schedule, its stages, and what computes their partitions."""
+        return *self._schedule(name, len(batch.sizes), is_step), self._partitions(batch, stats)
+
+    def _record(self, name: str, batch: RankBatch, i: int) -> None:
+        """Let the model see a forward of micro-batch ``i``, for which it has no record."""
         agreement, model = self.site.agreement, self.parts.model
-        with agreement.agreeing() as reports:
-            reports.append(model.prepare(batch))
-        for i in sorted(set().union(*reports)):
-            alone = replace(
-                batch, sizes=[batch.sizes[i]], inputs=[batch.inputs[i]], recomputed=0, loss=None,
-                keep_outputs=False, sent=[], effects=Effects(at_end=True), records=[None],
-            )  # fmt: skip
-            # With a graph, which shows what layers keep elsewhere than in what they return.
-            with torch.enable_grad(), model.unchanged():
-                with agreement.agreeing():
-                    schedule, stages = self._schedule(name, 1, False)
-                self._run_schedule(schedule, stages, self._partitions(alone, None), alone)
-            model.note(batch, i, agreement.agree(alone.seen, *alone.take_failure()))
+        # With a graph, which shows what layers keep elsewhere than in what they return.
+        with torch.enable_grad(), model.unchanged():
+            with agreement.agreeing():
+                alone = replace(
+                    batch, sizes=[batch.sizes[i]], inputs=[batch.inputs[i]], recomputed=0,
+                    loss=None, keep_outputs=False, sent=[], effects=Effects(at_end=True),
+                    records=[None],
+                )  # fmt: skip
+                prepared = self._prepared(name, alone, None, False)
+            self._run_schedule(*prepared, alone)
+        seen = agreement.agree(alone.seen, *alone.take_failure())
+        model.note(batch, i, [agreement.of(rank, seen) for rank in {*self.site.homes}])
 
     def _go(
-        self, name: str, batch: RankBatch, stats: DeferredStats | None, is_step: bool
+        self, prepared: Prepared, batch: RankBatch, earlier: EarlierGradients, is_step: bool
     ) -> tuple[Tensor | None, Value]:
         """Run torch's schedule, and accumulate gradients if all ranks succeeded.
 
@@ -166,33 +189,23 @@ class RankRuntime:
             The loss of a step, and the outputs.
         """
         agreement, home_of_loss = self.site.agreement, self.site.homes[-1]
-        # Also in a forward: a new stage of torch drops the gradients of sharded parameters.
-        earlier = EarlierGradients(self.wrapped.values())
-        try:
-            self._prepare(batch, name)
-            with agreement.agreeing():
-                schedule, stages = self._schedule(name, len(batch.sizes), is_step)
-            self._run_schedule(schedule, stages, self._partitions(batch, stats), batch)
-            loss, outputs = self._result(batch)
-            own = batch.seed.used, loss.dtype
-            ended = agreement.agree(own, *batch.take_failure())
-            if any(used for used, _ in ended):
-                batch.seed.used = True
-            batch.seed.settle()
-            if not is_step:
-                for part in self._sharded:  # only what is sharded again has its gradients
-                    part.reshard()
-                earlier.restore()
-                return None, outputs
-            with agreement.talking():
-                loss = loss.to(agreement.of(home_of_loss, ended)[1])
-                dist.broadcast(loss, home_of_loss, group=self.site.group)
-                sum_tied(self.tied, self.site)
-            earlier.add()
-            return loss, outputs
-        except BaseException:
+        self._run_schedule(*prepared, batch)
+        loss, outputs = self._result(batch)
+        ended = agreement.agree((batch.seed.used, loss.dtype), *batch.take_failure())
+        if any(used for used, _ in ended):
+            batch.seed.used = True
+        batch.seed.settle()
+        if not is_step:
+            for part in self._sharded:  # only what is sharded again has its gradients
+                part.reshard()
             earlier.restore()
-            raise
+            return None, outputs
+        with agreement.talking():
+            loss = loss.to(agreement.of(home_of_loss, ended)[1])
+            dist.broadcast(loss, home_of_loss, group=self.site.group)
+            sum_tied(self.tied, self.site)
+        earlier.add()
+        return loss, outputs
 
     def _schedule(self, name: str, m: int, is_step: bool) -> tuple[Any, list[RankStage]]:
         """Return torch's schedule and stages for ``m`` micro-batches, made if they are new."""
@@ -246,9 +259,9 @@ class RankRuntime:
         return loss, outputs
 
 
-def _deliver(inputs: Sequence[Value], leaves: Sequence[Value]) -> None:
-    """Pass the gradients of the inputs on to the caller's graph."""
-    tensors = [x for value in inputs for x in differentiable(value)[0]]
+def _deliver(given: Sequence[Value], leaves: Sequence[Value]) -> None:
+    """Pass the gradients of the inputs and targets on to the caller's graph."""
+    tensors = [x for value in given for x in differentiable(value)[0]]
     grads = [leaf.grad for value in leaves for leaf in differentiable(value)[0]]
     arrived = [(x, dx) for x, dx in zip(tensors, grads, strict=True) if dx is not None]
     if arrived:
