@@ -24,8 +24,7 @@ from pipert.errors import (
 )
 from pipert.layers.never_recompute import never_recompute
 from pipert.layers.phase import current_microbatch, is_checkpointing, is_recomputing
-from pipert.observe.event import Event
-from pipert.observe.observers import Observer, RunInfo, TaskInfo
+from pipert.observe.event import Event, Observer, RunInfo, TaskInfo
 from pipert.pipe import Pipe
 from pipert.pipeline import pipeline
 from pipert.pipes.module_pipe import ModulePipe

@@ -23,8 +23,7 @@ from pipert.model.split import (
 )
 from pipert.pipes.base import PipeBase
 from pipert.schedules.plan import Schedule
-from pipert.skip.routes import routes
-from pipert.skip.verify import verify_skippables
+from pipert.skip.routes import routes, verify_skippables
 from pipert.stage.assembly import Layered
 
 __all__ = ["Pipe"]

@@ -49,7 +49,7 @@ except ImportError as error:
         "pipert.prometheus needs the package prometheus_client: pip install prometheus_client"
     ) from error
 
-from pipert.observe.observers import Observer, RunInfo, TaskInfo
+from pipert.observe.event import Observer, RunInfo, TaskInfo
 from pipert.status import WAITING, Statistics, WorkerStatistics
 
 __all__ = ["AnyPipe", "PipeMetrics"]

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from pipert import is_recomputing
 from pipert.autograd import streams as stream
 from pipert.autograd.streams import CopyStreams
+from pipert.layers.random_numbers import RunSeed
 from pipert.observe.notifier import Counters
 from pipert.observe.recorder import Recording
 from pipert.schedules.action import Action
@@ -67,7 +68,8 @@ class Driven:
         copy_streams = CopyStreams() if streams is None else cast(CopyStreams, streams)
         self._opened = counters.open(self.plan)  # never left
         notifier = self._opened.__enter__()
-        self.run = Run(self.plan, devices or n * [CPU], CallerContext(), copy_streams, notifier)
+        context, seed = CallerContext(), RunSeed()
+        self.run = Run(self.plan, devices or n * [CPU], context, copy_streams, notifier, seed)
         self.outcome = self.run.outcome
         layers = tuple([nn.Sequential(*partition) for partition in partitions])
         self.stages = assemble(self.run, Model(layers, routes(layers)), inputs, None, None)

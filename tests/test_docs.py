@@ -102,10 +102,9 @@ def test_every_block_of_a_page_names_its_language(page: Path) -> None:
 
 WIDTH = 85
 """Wider lines of code would scroll: furo shows so many characters on a screen of 1,280 pixels."""
-SCROLL = {"architecture", "several_machines"}
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if p.stem not in SCROLL], ids=named)
+@pytest.mark.parametrize("page", PAGES, ids=named)
 def test_code_fits_the_width_of_the_site(page: Path) -> None:
     blocks = re.findall(r"^```\w+\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
     wide = [line for block in blocks for line in block.splitlines() if len(line) > WIDTH]

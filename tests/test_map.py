@@ -140,6 +140,17 @@ def test_random_numbers_are_those_of_one_call_after_the_other(kind: str) -> None
 
 
 @kinds
+def test_the_generator_stays_as_it_was_if_no_layer_draws(kind: str) -> None:
+    own, xs = layers(Apply(slow)), batches()
+    with torch.no_grad(), a_pipe(kind, *own) as pipe:
+        before = torch.get_rng_state()
+        list(pipe.map(xs))
+        assert torch.equal(torch.get_rng_state(), before)
+        next(iter(pipe.map(xs)))  # the iterator is collected
+        assert torch.equal(torch.get_rng_state(), before)
+
+
+@kinds
 @pytest.mark.parametrize("deferred", [False, True])
 def test_running_statistics_are_those_of_one_call_after_the_other(
     kind: str, deferred: bool

@@ -32,6 +32,7 @@ from pipert.autograd.order import begin_numbers
 from pipert.batch.microbatch import Arguments
 from pipert.batch.trees import ORDINARY, flatten
 from pipert.layers.batchnorm import PartitionStats
+from pipert.layers.compiling import call_compiled
 from pipert.layers.modules import modules_of
 from pipert.layers.nested_checkpoint import is_in_checkpoint
 from pipert.layers.parameter_copies import ParameterCopies
@@ -97,7 +98,7 @@ class ModelRun:
                 )
 
     def clear(self) -> None:
-        """DropSaved all micro-batches."""
+        """Forget all micro-batches."""
         self.inspection = None
         self.graphs.clear()
         if self.step is not None:
@@ -249,6 +250,8 @@ class AroundLayers:
             shared.inspection.note_call(layer.module)
         if shared.called_in.setdefault(layer.module, stage.place.j) != stage.place.j:
             shared.refuse_shared_norms(layer, stage.place.j)
+        if layer.is_compiled:
+            call = partial(call_compiled, call)
         if shared.parameters is not None:
             given = [x for x in (*args, *kwargs.values()) if isinstance(x, nn.Module)]
             if shared.copies_tensors:
@@ -281,7 +284,7 @@ class AroundLayers:
         return copies.copy_of(weight, stage.place.j, partial(stage.boundary.copy_weight, self._i))
 
     def clear(self) -> None:
-        """DropSaved the micro-batch."""
+        """Forget the micro-batch."""
         self._intercept = self._segments = self._recording = None
 
     def __repr__(self) -> str:

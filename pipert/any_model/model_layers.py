@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from pipert._torch import WithoutFunctions
+from pipert.layers.compiling import is_compiled
 from pipert.layers.place import describe_layer
 from pipert.model.split import move
 from pipert.stage.stage import Stage
@@ -28,6 +29,8 @@ class ModelLayer(NamedTuple):
     is_in_place: bool
     """Whether it declares that it changes its argument in place. It is not recomputed then: the
     argument's graph must contain the in-place operation itself."""
+    is_compiled: bool
+    """Whether torch.compile made any part of it."""
 
 
 class ModelLayers(dict[nn.Module, ModelLayer]):
@@ -47,8 +50,9 @@ class ModelLayers(dict[nn.Module, ModelLayer]):
         super().__init__(
             {
                 layer: ModelLayer(
-                    layer, describe_layer(name, layer), j, begins.get(name, 0), _is_in_place(layer)
-                )
+                    layer, describe_layer(name, layer), j, begins.get(name, 0),
+                    _is_in_place(layer), is_compiled(layer),
+                )  # fmt: skip
                 for j, partition in enumerate(partitions)
                 for name, layer in partition._modules.items()
                 if layer is not None

@@ -49,8 +49,7 @@ from pipert.model.devices import default_devices, parse_devices, where_tensors_a
 from pipert.model.settings import check_chunks
 from pipert.model.split import check_module
 from pipert.skip.namespace import Key
-from pipert.skip.routes import PartitionSkips, routes
-from pipert.skip.verify import verify_skippables
+from pipert.skip.routes import PartitionSkips, routes, verify_skippables
 
 T = TypeVar("T")
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from time import perf_counter
 from typing import Any, NamedTuple, TypeVar
 
@@ -258,3 +261,23 @@ def collecting_saved(found: list[Tensor]) -> Iterator[None]:
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         yield
+
+
+A = TypeVar("A")
+R = TypeVar("R")
+
+
+@contextlib.contextmanager
+def counting(what: str, measure: Callable[[A], R]) -> Iterator[Callable[[A], R]]:
+    """Yield ``measure``, whose calls a bar counts: with tqdm, if it is there, on a terminal."""
+    if sys.stderr is None or not sys.stderr.isatty() or find_spec("tqdm") is None:
+        yield measure
+        return
+    with import_module("tqdm").tqdm(desc=what, unit=" layers", leave=False) as bar:
+
+        def counted(call: A) -> R:
+            found = measure(call)
+            bar.update()
+            return found
+
+        yield counted

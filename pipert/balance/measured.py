@@ -12,8 +12,7 @@ from pipert.balance.blocks import minimise_longest_block
 from pipert.balance.by_cost import balance_by_cost, check_partitions
 from pipert.balance.calls import measure_layers, micro_batches
 from pipert.balance.cost import Cost, total, without
-from pipert.balance.measure import Call, measure_sizes, repeated, time_warm
-from pipert.balance.progress import counting
+from pipert.balance.measure import Call, counting, measure_sizes, repeated, time_warm
 from pipert.batch.tensors import Carried, tensors_of
 from pipert.model.split import check_module
 from pipert.skip.namespace import Key

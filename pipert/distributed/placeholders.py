@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,7 +17,9 @@ from pipert.any_model.intercept import _METADATA
 from pipert.batch.tensors import describe, tensors_of, versions
 from pipert.batch.trees import REMEDY, flatten, held_by
 from pipert.errors import PipertError
+from pipert.layers.modules import modules_of
 from pipert.layers.nested_checkpoint import is_in_checkpoint
+from pipert.model.calls import unchanged
 
 __all__ = ["ReplayError"]
 
@@ -36,6 +39,10 @@ class ReplayError(PipertError):
 
     needs_values = False
     """Whether a recording with values, by all ranks together, may succeed."""
+
+
+class Leave(BaseException):
+    """Ends a forward at the cut behind a partition; no ``Exception``, which a model may catch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +87,8 @@ class Record(NamedTuple):
 
     crossing: Sequence[Sequence[Name]]
     """For each partition the names that it sends on."""
+    paths: Sequence[int]
+    """The path to each cut."""
     structure: Any
     """That of the model's output; ``None`` if unknown."""
 
@@ -177,23 +186,45 @@ def inputs_unchanged(x: Any) -> Iterator[None]:
             )
 
 
-def changed_buffer(name: str) -> ReplayError:
-    """Return the error for own code that keeps a layer's value in a buffer."""
-    return ReplayError(
-        f"the model's own code writes a value of a layer into the buffer {name!r}: only the rank "
-        "that has the value would change its own; do that inside of the layer"
-    )
-
-
-def refuse_hidden(layer: str, y: Any) -> None:
-    """Refuse a layer that returns tensors in an object in which none is looked for."""
+def refuse_hidden(
+    what: str, y: Any, wanted: Callable[[Tensor], bool] = lambda _: True
+) -> None:
+    """Refuse to return ``wanted`` tensors in an object in which none is looked for."""
     for leaf in flatten(y)[0]:
-        hidden = not isinstance(leaf, Tensor) and any(isinstance(h, Tensor) for h in held_by(leaf))
-        if hidden:
-            raise ReplayError(
-                f"the layer {layer!r} returns a tensor inside of a {type(leaf).__qualname__}, where"
-                f" other ranks would not find it; {REMEDY}"
-            )
+        if not isinstance(leaf, Tensor):
+            if any(isinstance(hidden, Tensor) and wanted(hidden) for hidden in held_by(leaf)):
+                raise ReplayError(
+                    f"{what} returns a tensor inside of a {type(leaf).__qualname__}, where "
+                    f"other ranks would not find it; {REMEDY}"
+                )
+
+
+@contextmanager
+def refuse_reading_hooks(layer: str) -> Iterator[None]:
+    """Refuse hooks that read values of a layer of another rank, which run in the block."""
+    try:
+        yield
+    except Exception as error:
+        raise ReplayError(
+            f"a hook of the layer {layer!r} fails on a rank that has no values of that layer "
+            f"({type(error).__name__}: {str(error)[:200]}); let hooks pass over tensors that are "
+            "on the meta device, or remove them, such as checks for NaN"
+        ) from error
+
+
+@contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """Restore the model's buffers, and what its modules keep: attributes, dicts and lists."""
+    tables = [vars(module) for module in modules_of(model)]
+    kept: list[Any] = [one for table in tables for one in (table, *table.values())]
+    before = [(one, copy(one)) for one in kept if type(one) in (dict, list)]
+    with unchanged(model):
+        try:
+            yield
+        finally:
+            for now, old in before:
+                now.clear()
+                now.update(old) if type(now) is dict else now.extend(old)
 
 
 def refuse_unrepeatable() -> None:
@@ -224,14 +255,19 @@ def forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator
             module.__dict__["forward"] = before
 
 
-def unseen(phase: int, tensor: Tensor) -> ReplayError:
+def unseen(phase: int, tensor: Tensor, model: nn.Module) -> ReplayError:
     """Return the error for a tensor of the own code that no event has made."""
+    where = ""
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            if value is tensor or any(one is tensor for one in held_by(value, (nn.Module, Tensor))):
+                where = f", and is kept in {f'{name}.{key}'.lstrip('.')!r}"
     return ReplayError(
         f"the model's own code in partition {phase} uses a tensor, {describe(tensor)}, that was "
-        "made unseen: inside of a layer that does not return it, such as an auxiliary loss or "
-        "attention weights that a hook collects, in a compiled function, or in a "
-        "torch.autograd.Function. Return it from the layer, or make the function a module with "
-        "parameters"
+        f"made unseen{where}: in an earlier call; inside of a layer that does not return it, such "
+        "as an auxiliary loss or attention weights that a hook collects; in a compiled function, "
+        "or in a torch.autograd.Function. Return it from the layer, or make the function a module "
+        "with parameters"
     )
 
 

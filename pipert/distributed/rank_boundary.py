@@ -48,7 +48,8 @@ def pack(value: Value, handed_on: Shared) -> Parcel:
     tensors, rebuild = tensors_of(value)
     metas = tuple([torch.empty_like(t, device="meta", requires_grad=t.requires_grad)
                    for t in tensors])  # fmt: skip
-    header = pickle.dumps((rebuild(metas), {**handed_on, **find_shared(value)}))
+    structure = pickle.dumps(rebuild(metas))
+    header = pickle.dumps((metas, structure, {**handed_on, **find_shared(value)}))
     return Parcel(header, list(map(_dense_like, tensors, metas)))
 
 
@@ -62,10 +63,13 @@ class Arrived:
     """
 
     def __init__(self, header: bytes, device: torch.device, tensors: Sequence[Tensor]) -> None:
-        value, self.shared = pickle.loads(header)
-        metas, self.rebuild = tensors_of(value)
+        metas, self._structure, self.shared = pickle.loads(header)
         self.tensors = tensors or [_empty_like(meta, device) for meta in metas]
         self._grads = [meta.requires_grad and torch.is_grad_enabled() for meta in metas]
+
+    def rebuild(self, tensors: Tensors) -> Value:
+        """Return the value with these tensors; this alone runs code of the value's classes."""
+        return tensors_of(pickle.loads(self._structure))[1](tensors)
 
     def leaves(self) -> Tensors:
         """Return the tensors; those that required grad are leaves that do."""

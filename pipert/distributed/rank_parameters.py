@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import mmap
 import os
 import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from pipert._torch import hooks_on_grad, tensor_hooks
 from pipert.model.split import sequential
 
 __all__ = ["empty_parameters"]
@@ -66,6 +67,7 @@ def loader(load: Load | None) -> Callable[[str], Tensor | None]:
     Raises:
         TypeError: ``load`` is neither a function nor a path.
         ValueError: the folder has no safetensors files.
+        ImportError: it has, but the package safetensors is missing.
     """
     if load is None:
         return lambda _: None
@@ -77,42 +79,11 @@ def loader(load: Load | None) -> Callable[[str], Tensor | None]:
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     if not files or not all(file.is_file() for file in files):
         raise ValueError(f"load must be a folder with .safetensors files, or such a file: {path}")
-    found: dict[str, tuple[Path, int, dict[str, Any]]] = {}
-    for file in files:
-        found.update(_entries(file))
-    return lambda name: _read(*found[name]) if name in found else None
-
-
-def _entries(file: Path) -> Iterator[tuple[str, tuple[Path, int, dict[str, Any]]]]:
-    """Yield the names in a safetensors file, each with where its tensor is.
-
-    The format: eight bytes with the size of the header, the header in JSON, the tensors' bytes.
-    """
-    with file.open("rb") as opened:
-        size = int.from_bytes(opened.read(8), "little")
-        header = json.loads(opened.read(size))
-    for name, about in header.items():
-        if name != "__metadata__":
-            yield name, (file, 8 + size, about)
-
-
-def _read(file: Path, start: int, about: dict[str, Any]) -> Tensor:
-    dtype = _DTYPES[about["dtype"]]
-    begin, end = about["data_offsets"]
-    if begin == end:
-        return torch.empty(about["shape"], dtype=dtype)
-    with file.open("rb") as opened:
-        whole = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
-    flat = torch.frombuffer(whole, dtype=torch.uint8, count=end - begin, offset=start + begin)
-    return flat.clone().view(dtype).reshape(about["shape"])
-
-
-_DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
-    "U8": torch.uint8, "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-}  # fmt: skip
+    if find_spec("safetensors") is None:
+        raise ImportError("load= of a path needs safetensors: pip install safetensors")
+    opened = [import_module("safetensors").safe_open(file, framework="pt") for file in files]
+    found = {name: file for file in opened for name in file.keys()}
+    return lambda name: found[name].get_tensor(name) if name in found else None
 
 
 def materialise(
@@ -131,7 +102,8 @@ def materialise(
         The new parameter for each one that was replaced.
 
     Raises:
-        ValueError: ``load`` has no value for a parameter without one, or one of another shape.
+        ValueError: ``load`` has no value for a parameter without one, or one of another shape; or
+            a parameter that is replaced has hooks.
     """
     value_of = loader(load)
     names = defaultdict(list)
@@ -151,6 +123,11 @@ def materialise(
         else:
             made = parameter.detach().to(META)
         if made is not parameter:
+            if parameter in own and (tensor_hooks(parameter) or hooks_on_grad(parameter)):
+                raise ValueError(
+                    f"the parameter {called[0]!r} has hooks, but another one takes its place; "
+                    "register them on the pipe's parameters"
+                )
             new[parameter] = _like(parameter, made.detach())
     if missing:
         raise ValueError(f"load has no values for the parameters {missing}")

@@ -25,8 +25,8 @@ from pipert.distributed.rank_timeline import record
 from pipert.layers.batchnorm import check_batch_norm
 from pipert.model.settings import check_chunks
 from pipert.model.split import check_balance, check_module, require_balance
-from pipert.observe.observers import Observer
-from pipert.skip.verify import verify_skippables
+from pipert.observe.event import Observer
+from pipert.skip.routes import verify_skippables
 from pipert.stage.loss import LossFunction
 from pipert.status import Statistics
 from pipert.timeline.timeline import Timeline
@@ -41,6 +41,8 @@ class RankPipe(nn.Module):
 
     _runtime: RankRuntime
     _settings: RankSettings
+    _elsewhere: set[str]
+    """The keys of the plain module's state that other ranks have."""
 
     def _begin(self, site: Site, parts: RankParts, wrap: Wrap | None) -> None:
         """Tie the weights that ranks share, wrap the partitions, and make the runtime."""
@@ -144,6 +146,22 @@ class RankPipe(nn.Module):
             part.train(mode)
         return self
 
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """As in ``nn.Module``; from the whole model's state it takes this rank's part.
+
+        Raises:
+            ValueError: ``assign`` is true, which would replace the parameters that ranks share.
+        """
+        if assign:
+            raise ValueError(
+                "assign=True cannot replace the parameters of a model over ranks; leave it out, so "
+                "that values are copied"
+            )
+        own = {name: v for name, v in state_dict.items() if name not in self._elsewhere}
+        return super().load_state_dict(own, strict)
+
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
         """Return the norm of the gradients on all ranks of the pipeline, which all call it.
 
@@ -229,7 +247,7 @@ class Pipe(RankPipe):
         for part in parts.modules.values():
             self._modules.update(part._modules)
         self.training = module.training
-        self._elsewhere = module._modules.keys() - self._modules.keys()
+        self._elsewhere = module.state_dict().keys() - self.state_dict().keys()
         self._begin(site, parts, wrap)
 
     @property
@@ -244,10 +262,3 @@ class Pipe(RankPipe):
                 "replace those of the Sequential, on all ranks, and make a new pipe"
             )
         super().__setattr__(name, value)
-
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
-        """As in ``nn.Module``; from the whole model's state it takes this rank's part."""
-        own = {k: v for k, v in state_dict.items() if k.split(".")[0] not in self._elsewhere}
-        return super().load_state_dict(own, strict, assign)

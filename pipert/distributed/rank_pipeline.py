@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, Self
 
 import torch.distributed as dist
@@ -19,14 +19,12 @@ from pipert.distributed.rank_parameters import Load, materialise, own_tree, stag
 from pipert.distributed.rank_partition import StageModule, moved
 from pipert.distributed.rank_parts import RankParts, check_settings, layout_of, shared_of
 from pipert.distributed.rank_pipe import RankPipe, Wrap
-from pipert.distributed.replay_model import ReplayModel
-from pipert.distributed.replay_plan import ReplayPlan, cuts_of
+from pipert.distributed.replay_model import ReplayModel, cuts_of
 from pipert.distributed.torch_schedules import ranks_of
 from pipert.layers.batchnorm import check_batch_norm
 from pipert.layers.intercepted import intercept, release
 from pipert.pipes.base import PipeBase
-from pipert.skip.routes import PartitionSkips
-from pipert.skip.verify import declarations
+from pipert.skip.routes import PartitionSkips, declarations
 
 __all__ = ["ModulePipe", "pipeline"]
 
@@ -72,8 +70,8 @@ def pipeline(
             files. Each rank asks for its own names. Default: values as they are; parameters on
             the meta device get memory that is not initialised, to load a state into.
         inputs: ``'first'`` (default): the first rank's arguments are sent to all ranks;
-            ``'everywhere'``: each rank gives the same arguments. That is not checked: if tensors
-            differ between ranks, results are wrong.
+            ``'everywhere'``: each rank gives the same arguments. Their structures and shapes are
+            compared in each call, and up to 1,024 elements of each tensor that is on CPU.
 
     Raises:
         ValueError: as :func:`pipert.pipeline`; or the ranks were given different arguments, or the
@@ -83,9 +81,10 @@ def pipeline(
         RankError: another rank failed.
     """
     where = Site(mesh, device)
+    first = where.agreement.ranks[0]
     with where.agreement.agreeing() as chosen:
         cuts = _check(model, cuts, partitions, example, inputs)
-        if cuts is None and partitions is not None and dist.get_rank() == where.ranks[0]:
+        if cuts is None and partitions is not None and dist.get_rank() == first:
             if any(parameter.is_meta for parameter in model.parameters()):
                 raise ValueError(
                     "partitions are found by measuring the model, whose parameters are on the meta "
@@ -93,7 +92,7 @@ def pipeline(
                 )
             cuts = choose_cuts(model, partitions, example)
         chosen.append(cuts)
-    found = where.agreement.of(where.ranks[0], chosen) if cuts is None else cuts
+    found = where.agreement.of(first, chosen) if cuts is None else cuts
     pipe = ModulePipe.__new__(ModulePipe)
     nn.Module.__init__(pipe)
     given = chunks, schedule, checkpoint, deferred_batch_norm
@@ -154,26 +153,24 @@ class ModulePipe(RankPipe):
         with agreement.agreeing() as found:
             intercept(cuts.layers)
             weakref.finalize(self, release, list(cuts.layers)).atexit = False
-            plan = ReplayPlan(cuts, where.device)
-            arguments = arguments_of(example)
-            plan.place(moved(Arguments(*arguments), where.device))
-            found.append(plan.places())
+            replayed = ReplayModel(cuts, where.device, "shared" if inputs == "first" else inputs)
+            replayed.place(moved(Arguments(*arguments_of(example)), where.device))
+            found.append([sorted(replayed.uses[p]) for p in model.parameters()])
         agreement.require_same("example", found)
         me = ranks.index(dist.get_rank())
         own = [j for j, home in enumerate(placement) if home == me]
         with agreement.agreeing():
-            here = {p for p, used in plan.uses.items() if not used.isdisjoint(own)}
-            called = {layer for layer, used in plan.layers.items() if not used.isdisjoint(own)}
-            others = {m for layer in plan.layers.keys() - called for m in layer.modules()}
+            here = {p for p, used in replayed.uses.items() if not used.isdisjoint(own)}
+            called = {layer for layer, used in replayed.layers.items() if not used.isdisjoint(own)}
+            others = {m for layer in replayed.layers.keys() - called for m in layer.modules()}
             others -= {m for layer in called for m in layer.modules()}
             new = materialise(model, here, where.device, load)
-            plan.uses = {new.get(p, p): used for p, used in plan.uses.items()}
+            replayed.uses = {new.get(p, p): used for p, used in replayed.uses.items()}
             here = {new.get(p, p) for p in here}
         modules = stage_modules(
-            cuts.layers, plan.layers, plan.uses, own, model.training, StageModule
+            cuts.layers, replayed.layers, replayed.uses, own, model.training, StageModule
         )
-        n, shared = cuts.n, shared_of(plan.uses, placement, ranks)
-        replayed = ReplayModel(plan, "shared" if inputs == "first" else inputs)
+        n, shared = cuts.n, shared_of(replayed.uses, placement, ranks)
         skips = [PartitionSkips((), (), {})] * n
         parts = RankParts(replayed, placement, modules, skips, [""] * n, shared, self._layout)
         self.__dict__["module"] = model
@@ -182,7 +179,7 @@ class ModulePipe(RankPipe):
             tree._parameters, tree._buffers, tree._modules,
         )  # fmt: skip
         self._non_persistent_buffers_set = tree._non_persistent_buffers_set
-        self._own_names = {*self.state_dict()}
+        self._elsewhere = model.state_dict().keys() - self.state_dict().keys()
         self.training = model.training
         self._begin(where, parts, wrap)
         with agreement.agreeing():
@@ -201,19 +198,3 @@ class ModulePipe(RankPipe):
         """As in ``nn.Module``; the model's own modules of other ranks as well."""
         self.module.train(mode)
         return super().train(mode)
-
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
-        """As in ``nn.Module``; from the whole model's state it takes this rank's part.
-
-        Raises:
-            ValueError: ``assign`` is true: the model would keep its old parameters.
-        """
-        if assign:
-            raise ValueError(
-                "assign=True cannot replace the parameters of a model over ranks; leave it out, so "
-                "that values are copied, or give pipeline load="
-            )
-        own = {name: value for name, value in state_dict.items() if name in self._own_names}
-        return super().load_state_dict(own, strict)

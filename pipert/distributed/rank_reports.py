@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -12,10 +13,11 @@ from torch import Tensor, nn
 from pipert._typing import Value
 from pipert.batch.microbatch import batch_of_step, ready, scatter_with_sizes
 from pipert.batch.tensors import tensors_of
+from pipert.batch.trees import ORDINARY, flatten
 from pipert.distributed.rank_agreement import Site
 from pipert.distributed.rank_boundary import Arrived, pack, transfers
 from pipert.layers.compiling import refuse_compilation
-from pipert.layers.parametrized import compute_cached
+from pipert.layers.modules import compute_cached
 from pipert.layers.random_numbers import next_seed
 from pipert.stage.loss import (
     Loss,
@@ -82,6 +84,8 @@ class RankReport(NamedTuple):
     """The number of rows in each micro-batch, from the first rank."""
     target_sizes: Sequence[int] = ()
     """Likewise of the target, if it has rows, from the last rank."""
+    checksum: int = 0
+    """Of the arguments, where all ranks of this pipeline must give the same."""
 
 
 def prepare(
@@ -105,10 +109,13 @@ def prepare(
     inputs: list[Value] = []
     sizes: Sequence[int] = ()
     target_sizes: Sequence[int] = ()
-    kind, loss_of_sizes = "forward", None
+    kind, loss_of_sizes, checksum = "forward", None, 0
     if 0 in modules or inputs_of == "everywhere":
         inputs, sizes = call.split(chunks)
-        inputs = inputs if inputs_of == "first" else _for_all(inputs, device)
+        if inputs_of == "everywhere":
+            checksum = checksum_of(inputs)
+        if inputs_of != "first":
+            inputs = _for_all(inputs, device)
     if call.is_step:
         function, scale = check_step(call.loss_fn, call.reduction), scale_of(call.scale, [device])
         # Reading a scale on a GPU would wait for the GPU.
@@ -128,8 +135,8 @@ def prepare(
     autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
     is_ready = "micro-batches" if call.microbatches is not None else "arguments"
     in_common = kind, is_ready, mode, f"autocast={autocast}", *settings
-    report = RankReport(in_common, tied, site.replica, next_seed(), sizes, target_sizes)
-    return report, inputs, loss_of_sizes
+    told = tied, site.replica, next_seed(), sizes, target_sizes, checksum
+    return RankReport(in_common, *told), inputs, loss_of_sizes
 
 
 def _for_all(inputs: list[Value], device: torch.device) -> list[Value]:
@@ -148,8 +155,23 @@ def _for_all(inputs: list[Value], device: torch.device) -> list[Value]:
     return found
 
 
-def share(site: Site, inputs: list[Value]) -> list[Value]:
-    """Return the first rank's inputs on all ranks of its pipeline."""
+def checksum_of(value: Value) -> int:
+    """Return a checksum of a value: of the structure, and of some elements of tensors on CPU."""
+    leaves, spec = flatten(value)
+    found = zlib.crc32(str(spec).encode())
+    for leaf in leaves:
+        shown: Any = leaf if type(leaf) in ORDINARY else type(leaf)
+        if isinstance(leaf, Tensor):
+            shown = leaf.dtype, tuple(leaf.shape)
+            if leaf.device.type == "cpu" and leaf.layout == torch.strided:
+                some = leaf.detach().flatten()[:: 1 + leaf.numel() // 1024].contiguous()
+                found = zlib.crc32(bytes(some.view(torch.uint8).tolist()), found)
+        found = zlib.crc32(repr(shown).encode(), found)
+    return found
+
+
+def share(site: Site, inputs: list[Value]) -> Arrived | None:
+    """Send the first rank's inputs to all ranks of its pipeline; return them on the others."""
     first = site.homes[0]
     with site.agreement.agreeing() as headers:
         parcel = pack(inputs, {})
@@ -160,7 +182,7 @@ def share(site: Site, inputs: list[Value]) -> list[Value]:
     with site.agreement.talking():
         for sent in transfers(dist.isend, arrived.tensors, first, site.group):
             dist.broadcast(sent.tensor, first, site.group)
-    return inputs if is_here else arrived.rebuild(tuple(arrived.tensors))
+    return None if is_here else arrived
 
 
 def check(site: Site, reports: Sequence[RankReport]) -> None:
@@ -171,6 +193,12 @@ def check(site: Site, reports: Sequence[RankReport]) -> None:
         raise ValueError(
             "a weight that several ranks share must require grad on all of them or on none; "
             "call requires_grad_() of it on each"
+        )
+    inputs: dict[Any, int] = {}
+    if any(inputs.setdefault((*one.replica,), one.checksum) != one.checksum for one in reports):
+        raise ValueError(
+            "with inputs='everywhere' all ranks must give the same arguments, but they differ "
+            "between ranks; seed what loads and shuffles them alike, or take inputs='first'"
         )
     rows = {(*one.replica,): one.sizes for one in reports if one.sizes}
     counts = list(map(len, rows.values()))

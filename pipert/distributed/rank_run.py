@@ -27,7 +27,6 @@ from pipert.distributed.rank_partition import Compute, RankBatch, RankPartition,
 from pipert.distributed.rank_parts import RankParts
 from pipert.distributed.rank_reports import Call, RankSettings, check, prepare, share
 from pipert.distributed.rank_stage import RankStage
-from pipert.distributed.replay_model import ReplayModel
 from pipert.distributed.torch_schedules import make_schedule
 from pipert.layers.batchnorm import DeferredStats
 from pipert.layers.call import Layers, RandomLayers
@@ -41,6 +40,9 @@ from pipert.skip import store
 from pipert.stage.step import without_grad
 from pipert.stage.step_boundary import leaf_inputs
 from pipert.workers.context import CallerContext
+
+Prepared = tuple[Any, list[tuple[RankStage, RankPartition]]]
+"""torch's schedule, and the stages with what they compute."""
 
 
 @dataclass(eq=False)
@@ -75,38 +77,54 @@ class RankRuntime:
             reports.append(report)
         check(site, reports)
         first = site.agreement.of(site.homes[0], reports)
-        if inputs_of == "shared":
-            inputs = share(site, inputs)
+        arrived = share(site, inputs) if inputs_of == "shared" else None
         m, n = len(first.sizes), len(site.homes)
         planned = plan("gpipe", m, n) if call.is_step else plan_call(m, n, range(n))
+        earlier, stats = None, None
         with self.counters.open(planned) as notifier:
             try:
-                context = CallerContext([site.device] if site.device.type == "cuda" else [])
-                context.set_variable(store.of_task, store.NEW)
-                stats = DeferredStats([*modules.values()]) if settings.deferred else None
-                leaves = [leaf_inputs(x) for x in inputs] if call.is_step else inputs
-                batch = RankBatch(
-                    first.sizes,
-                    leaves,
-                    recomputed(settings.checkpoint, m) if call.is_step else 0,
-                    RunSeed(first.seed),
-                    notifier,
-                    context,
-                    None if make_loss is None else make_loss(first.sizes),
-                    call.keep_outputs,
-                    is_ready=call.microbatches is not None,
-                    is_sharded=bool(self._sharded),
-                )
-                loss, outputs = self._go(settings.schedule, batch, stats, call.is_step)
+                with site.agreement.agreeing() as unrecorded:
+                    if arrived is not None:
+                        inputs = arrived.rebuild(tuple(arrived.tensors))
+                    # Also in a forward: a new stage of torch drops gradients of sharded parameters.
+                    earlier = EarlierGradients(self.wrapped.values())
+                    stats = DeferredStats([*modules.values()]) if settings.deferred else None
+                    loss = None if make_loss is None else make_loss(first.sizes)
+                    given = [*inputs, *(() if loss is None else loss.targets)]
+                    leaves = [leaf_inputs(x) for x in given] if call.is_step else given
+                    if loss is not None:
+                        loss.targets = leaves[len(inputs) :]
+                    context = CallerContext([site.device] if site.device.type == "cuda" else [])
+                    context.set_variable(store.of_task, store.NEW)
+                    batch = RankBatch(
+                        first.sizes,
+                        leaves[: len(inputs)],
+                        recomputed(settings.checkpoint, m) if call.is_step else 0,
+                        RunSeed(first.seed),
+                        notifier,
+                        context,
+                        loss,
+                        call.keep_outputs,
+                        is_ready=call.microbatches is not None,
+                        is_sharded=bool(self._sharded),
+                    )
+                    prepared = self._prepared(settings.schedule, batch, stats, call.is_step)
+                    unrecorded.append(() if replayed is None else replayed.prepare(batch))
+                for i in sorted(set().union(*unrecorded)):
+                    self._record(settings.schedule, batch, i)
+                result = self._go(prepared, batch, earlier, call.is_step)
                 notifier.outcome = "succeeded"
-            except Exception:  # an interrupt leaves it cancelled
-                notifier.outcome = "failed"
+            except BaseException as error:
+                if isinstance(error, Exception):  # an interrupt leaves it cancelled
+                    notifier.outcome = "failed"
+                if earlier is not None:
+                    earlier.restore()
                 raise
         if stats is not None:
             stats.commit()
         if call.is_step:
-            _deliver(inputs, leaves)
-        return loss, outputs
+            _deliver(given, leaves)
+        return result
 
     def _partitions(
         self, batch: RankBatch, stats: DeferredStats | None
@@ -127,23 +145,38 @@ class RankRuntime:
                 compute = self.parts.replayed.computing(place, layers, batch)
             yield RankPartition(module, place, layers, compute, batch, own_stats)
 
-    def _prepare(self, model: ReplayModel, batch: RankBatch, name: str) -> None:
-        """Let the model prepare for the micro-batches, with a forward of each that needs one."""
-        agreement = self.site.agreement
-        with agreement.agreeing() as reports:
-            reports.append(model.prepare(batch))
-        for i in sorted(set().union(*reports)):
-            alone = replace(
-                batch, sizes=[batch.sizes[i]], inputs=[batch.inputs[i]], recomputed=0, loss=None,
-                keep_outputs=False, sent=[], effects=Effects(at_end=True), records=[None],
-            )  # fmt: skip
-            # With a graph, which shows what layers keep elsewhere than in what they return.
-            with torch.enable_grad(), model.unchanged():
-                self._run_schedule(name, alone, None, False)
-            model.note(batch, i, agreement.agree(alone.seen, *alone.take_failure()))
+    def _prepared(
+        self, name: str, batch: RankBatch, stats: DeferredStats | None, is_step: bool
+    ) -> Prepared:
+        """Return torch's schedule, which is kept for as many micro-batches, and its stages."""
+        key = name, len(batch.sizes), is_step
+        if key not in self._schedules:
+            stages = [RankStage(module, j, self.site) for j, module in self.wrapped.items()]
+            # The last partition computes the loss itself.
+            loss_fn = (lambda loss, _: loss) if is_step else None
+            self._schedules[key] = make_schedule(name, stages, len(batch.sizes), loss_fn), stages
+        schedule, stages = self._schedules[key]
+        return schedule, [*zip(stages, self._partitions(batch, stats), strict=True)]
+
+    def _record(self, name: str, batch: RankBatch, i: int) -> None:
+        """Let the model see a forward of micro-batch ``i``, for which it has no record."""
+        agreement, model = self.site.agreement, self.parts.replayed
+        assert model is not None
+        # With a graph, which shows what layers keep elsewhere than in what they return.
+        with torch.enable_grad(), model.unchanged():
+            with agreement.agreeing():
+                alone = replace(
+                    batch, sizes=[batch.sizes[i]], inputs=[batch.inputs[i]], recomputed=0,
+                    loss=None, keep_outputs=False, sent=[], effects=Effects(at_end=True),
+                    records=[None],
+                )  # fmt: skip
+                prepared = self._prepared(name, alone, None, False)
+            self._run_schedule(prepared, alone)
+        seen = agreement.agree(alone.seen, *alone.take_failure())
+        model.note(batch, i, [agreement.of(rank, seen) for rank in {*self.site.homes}])
 
     def _go(
-        self, name: str, batch: RankBatch, stats: DeferredStats | None, is_step: bool
+        self, prepared: Prepared, batch: RankBatch, earlier: EarlierGradients, is_step: bool
     ) -> tuple[Tensor | None, Value]:
         """Run torch's schedule, and accumulate gradients if all ranks succeeded.
 
@@ -151,49 +184,28 @@ class RankRuntime:
             The loss of a step, and the outputs.
         """
         agreement, home_of_loss = self.site.agreement, self.site.homes[-1]
-        # Also in a forward: a new stage of torch drops the gradients of sharded parameters.
-        earlier = EarlierGradients(self.wrapped.values())
-        try:
-            if self.parts.replayed is not None:
-                self._prepare(self.parts.replayed, batch, name)
-            self._run_schedule(name, batch, stats, is_step)
-            loss, outputs = self._result(batch)
-            own = batch.seed.used, loss.dtype
-            ended = agreement.agree(own, *batch.take_failure())
-            if any(used for used, _ in ended):
-                batch.seed.used = True
-            batch.seed.settle()
-            if not is_step:
-                for part in self._sharded:  # only what is sharded again has its gradients
-                    part.reshard()
-                earlier.restore()
-                return None, outputs
-            with agreement.talking():
-                loss = loss.to(agreement.of(home_of_loss, ended)[1])
-                dist.broadcast(loss, home_of_loss, group=self.site.group)
-                sum_tied(self.tied, self.site.group)
-            earlier.add()
-            return loss, outputs
-        except BaseException:
+        self._run_schedule(prepared, batch)
+        loss, outputs = self._result(batch)
+        ended = agreement.agree((batch.seed.used, loss.dtype), *batch.take_failure())
+        if any(used for used, _ in ended):
+            batch.seed.used = True
+        batch.seed.settle()
+        if not is_step:
+            for part in self._sharded:  # only what is sharded again has its gradients
+                part.reshard()
             earlier.restore()
-            raise
+            return None, outputs
+        with agreement.talking():
+            loss = loss.to(agreement.of(home_of_loss, ended)[1])
+            dist.broadcast(loss, home_of_loss, group=self.site.group)
+            sum_tied(self.tied, self.site.group)
+        earlier.add()
+        return loss, outputs
 
-    def _run_schedule(
-        self, name: str, batch: RankBatch, stats: DeferredStats | None, is_step: bool
-    ) -> None:
-        """Run torch's schedule and stages, made if the number of micro-batches is new."""
-        key = name, len(batch.sizes), is_step
-        with self.site.agreement.agreeing():
-            if key not in self._schedules:
-                stages = [RankStage(module, j, self.site) for j, module in self.wrapped.items()]
-                # The last partition computes the loss itself.
-                loss_fn = (lambda loss, _: loss) if is_step else None
-                made = make_schedule(name, stages, len(batch.sizes), loss_fn)
-                self._schedules[key] = made, stages
-        schedule, stages = self._schedules[key]
-        partitions = [*self._partitions(batch, stats)]
+    def _run_schedule(self, prepared: Prepared, batch: RankBatch) -> None:
+        schedule, stages = prepared
         numbers = {} if batch.loss is None else {"target": torch.arange(len(batch.sizes))}
-        for stage, partition in zip(stages, partitions, strict=True):
+        for stage, partition in stages:
             stage.begin(partition)
         try:
             with self.site.agreement.talking(batch.at):
@@ -205,7 +217,7 @@ class RankRuntime:
                 raise
             raise batch.take_failure()[0] from None  # type: ignore[misc]
         finally:
-            for stage in stages:
+            for stage, _ in stages:
                 stage.end()
 
     def _result(self, batch: RankBatch) -> tuple[Tensor, Value]:
@@ -227,9 +239,9 @@ class RankRuntime:
         return loss, outputs
 
 
-def _deliver(inputs: Sequence[Value], leaves: Sequence[Value]) -> None:
-    """Pass the gradients of the inputs on to the caller's graph."""
-    tensors = [x for value in inputs for x in differentiable(value)[0]]
+def _deliver(given: Sequence[Value], leaves: Sequence[Value]) -> None:
+    """Pass the gradients of the inputs and targets on to the caller's graph."""
+    tensors = [x for value in given for x in differentiable(value)[0]]
     grads = [leaf.grad for value in leaves for leaf in differentiable(value)[0]]
     arrived = [(x, dx) for x, dx in zip(tensors, grads, strict=True) if dx is not None]
     if arrived:

@@ -1,8 +1,8 @@
 """Computes one partition of any model by a *replay* of its forward, on the rank that has it.
 
-The standard way to run a model over ranks is to take it apart: by a tracer, which fails on what it
-cannot trace, or by hand. Here every rank runs the model's own ``forward`` on the same inputs, for
-each micro-batch and each of its partitions:
+The standard way is to take a model apart: by a tracer, which fails on what it cannot trace, or by
+hand. Here every rank runs the model's own ``forward`` on the same inputs, for each micro-batch and
+each of its partitions:
 
 ==================== =================================== ======================================
 the forward is in    calls of layers                     the model's own code between them
@@ -24,14 +24,17 @@ a later partition    not reached: at its cut the forward is broken off by :class
    inputs alone is no event.
 3. A *recording* is a replay of no partition: layers run on meta tensors, so it takes neither
    weights nor messages. It finds which names cross which cut, and which partitions use which
-   parameters (``replay_plan``).
-4. Each event draws random numbers of its own; what depends on inputs alone draws from one stream
+   parameters (``replay_model``).
+4. The *path* to a cut is a checksum of the events before it. Where it is another than when it was
+   recorded, as a record may be of other lengths, all tensors that are alive cross.
+5. Each event draws random numbers of its own; what depends on inputs alone draws from one stream
    for each micro-batch, which layers never advance. So all ranks draw the same noise.
 """
 
 from __future__ import annotations
 
 import weakref
+import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -54,6 +57,7 @@ from pipert.distributed.placeholders import (
     Given,
     Header,
     Leaf,
+    Leave,
     Name,
     Record,
     ReplayError,
@@ -64,16 +68,12 @@ from pipert.distributed.placeholders import (
     on_meta,
     refuse_changed_arguments,
     refuse_hidden,
+    refuse_reading_hooks,
     refuse_unrepeatable,
     unseen,
     written_elsewhere,
 )
 from pipert.layers.intercepted import here
-
-
-class Leave(BaseException):
-    """Ends a forward at the cut behind this rank's partition; no ``Exception``, which may be
-    caught by the model."""
 
 
 class Replay(TorchFunctionMode):
@@ -84,7 +84,8 @@ class Replay(TorchFunctionMode):
         j: the partition to compute.
         device: this rank's.
         drawing: makes the block in which an event draws, by its number; -1 is the own stream.
-        compute: calls a layer of this partition: ``compute(layer, n, call, args, kwargs)``.
+        compute: calls a layer of this partition, ``compute(layer, n, call, args, kwargs)``;
+            ``None`` if it records.
         record: the record of a micro-batch like this one; ``None`` sends all that is alive.
     """
 
@@ -94,16 +95,17 @@ class Replay(TorchFunctionMode):
         j: int,
         device: torch.device,
         drawing: Callable[[int], AbstractContextManager[object]],
-        compute: Callable[..., Any],
+        compute: Any,
         record: Record | None,
     ) -> None:
         super().__init__()
         self._cuts, self._j, self._device, self._record = cuts, j, device, record
         self._drawing, self._compute = drawing, compute
         self._is_recording = j == cuts.n
-        self._phase = self._event = self._depth = 0
-        self._is_paused = False
-        self._header = Header([], {}, {}, {})
+        self._phase = self._event = self._depth = self._path = 0
+        self.paths, self._is_paused = list[int](), False
+        """The path to each cut."""
+        self.header = Header([], {}, {}, {})
         self._received: dict[Name, Tensor] = {}
         self._names: dict[int, tuple[weakref.ref[Tensor], Name]] = {}
         self._by_name: dict[Name, weakref.ref[Tensor]] = {}
@@ -115,16 +117,11 @@ class Replay(TorchFunctionMode):
         """The partitions whose own code uses each parameter."""
         self.called: dict[nn.Module, set[int]] = defaultdict(set)
         """The partitions that call each layer."""
-        self.structure: Any = None
-
-    @property
-    def made(self) -> dict[Name, int]:
-        """The partition that made each tensor."""
-        return self._header.made
+        self.structure: Any = None  # of the output
 
     def receive(self, header: Header, tensors: Tensors) -> None:
         """Take what has come from the partition before."""
-        self._header = Header([], {**header.calls}, {**header.made}, {**header.dtypes})
+        self.header = Header([], {**header.calls}, {**header.made}, {**header.dtypes})
         self._received = dict(zip(header.names, tensors, strict=True))
         for name, tensor in self._received.items():
             self._names[id(tensor)] = weakref.ref(tensor), name
@@ -144,22 +141,23 @@ class Replay(TorchFunctionMode):
             with self._drawing(-1), self:
                 y = function(*args, **kwargs)
         except Leave:
-            return self._header, self._left
+            return self.header, self._left
         finally:
             here.interceptor = before
-        if self._phase < self._cuts.n - 1:
+        if (j := self._phase) < self._cuts.n - 1:
             raise ReplayError(
-                f"the cut {self._cuts.names[self._phase]!r} was not called after partition "
-                f"{self._phase} had begun; name modules that each forward calls, in that order"
+                f"the cut {self._cuts.names[j]!r} was not called after partition {j} had begun; "
+                "name modules that each forward calls, in that order"
             )
         self._note_uses(tensors_of(y)[0])
+        refuse_hidden("the model", y, self._is_elsewhere)
         self.structure = flatten(y)[1]
-        expected = self._record and self._record.structure
-        if expected is not None and self.structure != expected:
+        record = self._record
+        if record and record.paths == self.paths and record.structure not in (None, self.structure):
             raise ReplayError(
                 "the model's output lacks what layers of other partitions keep for it elsewhere "
                 f"than in what they return, such as output_attentions: it is {self.structure}, "
-                f"but must be {expected}"
+                f"but must be {record.structure}"
             )
         return y if self._is_recording else map_tensors(y, self._real)
 
@@ -172,11 +170,16 @@ class Replay(TorchFunctionMode):
         is_named = self._name(tensor) is not None
         return is_named or bool(self._written) and storage_of(tensor) in self._written
 
+    def _is_elsewhere(self, tensor: Tensor) -> bool:
+        """Whether a tensor was made in an earlier partition than this."""
+        name = self._name(tensor)
+        return name is not None and self.header.made[name] < self._phase
+
     def _register(self, tensor: Tensor, name: Name) -> None:
         if self._name(tensor) is None:
             reference = weakref.ref(tensor)
             self._names[id(tensor)], self._by_name[name] = (reference, name), reference
-            self._header.made[name] = self._phase
+            self.header.made[name] = self._phase
 
     def _note_uses(self, tensors: Sequence[Tensor]) -> None:
         """Note which partition uses these tensors; refuse what other ranks know nothing of."""
@@ -184,10 +187,10 @@ class Replay(TorchFunctionMode):
             if isinstance(tensor, nn.Parameter):
                 self.own_parameters[tensor].add(self._phase)
             elif (name := self._name(tensor)) is not None:
-                if self._header.made[name] < self._phase:
+                if self._is_elsewhere(tensor):
                     self.used[name] = self._phase
             elif tensor.is_meta or tensor.grad_fn is not None:
-                raise unseen(self._phase, tensor)
+                raise unseen(self._phase, tensor, self._cuts.model)
             elif self.is_of_layers(tensor):
                 raise written_elsewhere(self._written[storage_of(tensor)][0])
 
@@ -200,7 +203,7 @@ class Replay(TorchFunctionMode):
             return tensor
         if name in self._received:
             return self._received[name]
-        if (made := self._header.made[name]) != self._j:
+        if (made := self.header.made[name]) != self._j:
             raise ReplayError(
                 f"partition {self._j} uses result {name[1]} of event {name[0]} of partition {made},"
                 " which did not cross: the forward has gone another way than when it was recorded"
@@ -232,6 +235,7 @@ class Replay(TorchFunctionMode):
             if begins > self._phase:
                 self._go_on_to(begins)
             self._event += 1
+            self._path = zlib.crc32(self._cuts.layers[module].encode(), self._path)
             refuse_unrepeatable()
             given = tensors_of((args, kwargs))[0]
             self._note_uses(given)
@@ -239,17 +243,19 @@ class Replay(TorchFunctionMode):
                 self.called[one].add(self._phase)
             if self._phase < self._j and not self._is_recording:
                 return self._skip(module, given, args, kwargs)
-        if self._is_recording:  # the functions inside of the layer come to this mode
-            y = self._record_call(module, args, kwargs)
-        else:
-            with self._paused():
-                args, kwargs = map_tensors((args, kwargs), self._real)
-                given = tensors_of((args, kwargs))[0]
-                self._depth += 1
-                try:
+        self._depth += 1
+        try:
+            if self._is_recording:  # the functions inside of the layer come to this mode
+                values, layer = (*args, *kwargs.values()), self._cuts.layers[module]
+                with refuse_changed_arguments(layer, values), self._drawing(self._event):
+                    y = plain_call(module)(*args, **kwargs)
+            else:
+                with self._paused():
+                    args, kwargs = map_tensors((args, kwargs), self._real)
+                    given = tensors_of((args, kwargs))[0]
                     y = self._compute(module, self._event, call, args, kwargs)
-                finally:
-                    self._depth -= 1
+        finally:
+            self._depth -= 1
         with self._paused():
             self._note_result(module, given, y)
         return y
@@ -261,27 +267,20 @@ class Replay(TorchFunctionMode):
                 f"the cut {self._cuts.names[begins - 1]!r} was called before "
                 f"{self._cuts.names[self._phase]!r}; give cuts in the order of their calls"
             )
+        self.paths.append(self._path)
         if self._phase == self._j:
             made = {name: t for name, ref in self._by_name.items() if (t := ref()) is not None}
             alive = {**made, **self._received}
-            wanted = sorted(alive) if self._record is None else self._record.crossing[self._j]
+            record, wanted = self._record, sorted(alive)
+            if record is not None and self.paths == record.paths[: self._j + 1]:
+                wanted = list(record.crossing[self._j])
             own = [name for name in wanted if name in alive and not alive[name].is_meta]
-            self._header.names, self._left = own, tuple([alive[name] for name in own])
+            self.header.names, self._left = own, tuple([alive[name] for name in own])
             raise Leave
         self._phase = begins
 
-    def _record_call(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Call a layer on meta; refuse it if it keeps its results in its arguments."""
-        with refuse_changed_arguments(self._cuts.layers[module], (*args, *kwargs.values())):
-            self._depth += 1
-            try:
-                with self._drawing(self._event):
-                    return plain_call(module)(*args, **kwargs)
-            finally:
-                self._depth -= 1
-
     def _note_result(self, module: nn.Module, given: Tensors, y: Any) -> None:
-        refuse_hidden(self._cuts.layers[module], y)
+        refuse_hidden(f"the layer {self._cuts.layers[module]!r}", y)
         tensors, rebuild = tensors_of(y)
         of = {id(tensor): k for k, tensor in enumerate(given)}
         leaves: list[Any] = []
@@ -295,11 +294,11 @@ class Replay(TorchFunctionMode):
             else:
                 about = tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad
                 leaves.append(Leaf(name, *about))
-        self._header.calls[self._event] = self._cuts.layers[module], rebuild(tuple(leaves))
+        self.header.calls[self._event] = self._cuts.layers[module], rebuild(tuple(leaves))
 
     def _skip(self, module: nn.Module, given: Tensors, args: Any, kwargs: dict[str, Any]) -> Any:
         """Return placeholders of what a layer and its hooks return; its hooks see them, too."""
-        name, result = self._header.calls.get(self._event, ("", None))
+        name, result = self.header.calls.get(self._event, ("", None))
         if name != self._cuts.layers[module]:
             raise ReplayError(
                 f"event {self._event} is a call of {self._cuts.layers[module]!r} here, but of "
@@ -308,7 +307,7 @@ class Replay(TorchFunctionMode):
         leaves, spec = flatten(result)
         y = pytree.tree_unflatten([self._placeholder(leaf, given) for leaf in leaves], spec)
         if has_hooks(module):
-            with forward_replaced(module, lambda *_, **__: y):
+            with forward_replaced(module, lambda *_, **__: y), refuse_reading_hooks(name):
                 plain_call(module)(*args, **kwargs)
         return y
 
@@ -318,9 +317,9 @@ class Replay(TorchFunctionMode):
         if type(leaf) is not Leaf:
             return leaf
         if (tensor := self._by_name.get(leaf.name, lambda: None)()) is None:
-            made = self._header.made[leaf.name]
+            made = self.header.made[leaf.name]
             self._register(tensor := leaf.placeholder(), leaf.name)
-            self._header.made[leaf.name] = made
+            self.header.made[leaf.name] = made
         return tensor
 
     def __torch_function__(
@@ -345,6 +344,7 @@ class Replay(TorchFunctionMode):
     def _own_event(self, func: Any, args: Any, kwargs: dict[str, Any], tensors: Tensors) -> Any:
         """Carry out a function of the own code that has a named tensor or a parameter."""
         self._event += 1
+        self._path = zlib.crc32(called(func).encode(), self._path)
         if self._phase == self._j:
             versions = [version(t) for t in tensors]
             with self._drawing(self._event):
@@ -357,7 +357,7 @@ class Replay(TorchFunctionMode):
             if not any(tensor is one for one in tensors):
                 self._register(tensor, (self._event, k))
             if self._phase == self._j and torch.is_autocast_enabled(self._device.type):
-                self._header.dtypes[self._event, k] = tensor.dtype
+                self.header.dtypes[self._event, k] = tensor.dtype
         for k, tensor in enumerate(written):
             if isinstance(tensor, nn.Parameter):
                 raise ReplayError(
@@ -392,7 +392,7 @@ class Replay(TorchFunctionMode):
             if id(tensor) in changed:  # the function works in place
                 tensor = changed[id(tensor)]
             elif not any(tensor is one for one in tensors):
-                dtype = None if self._depth else self._header.dtypes.get((self._event, k))
+                dtype = None if self._depth else self.header.dtypes.get((self._event, k))
                 tensor = tensor.detach().to(dtype or tensor.dtype)  # no view of autograd's
                 if needs_grad and (tensor.is_floating_point() or tensor.is_complex()):
                     tensor.requires_grad_()

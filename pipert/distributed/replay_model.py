@@ -1,75 +1,257 @@
-"""Runs any model over ranks: its partitions are computed by replays of its own forward."""
+"""Runs any model over ranks: its partitions are computed by replays of its own forward.
+
+Recordings find its layers, where its parameters belong, and what crosses. A record depends on what
+the inputs are, and the mode. Once two that differ in shapes alone are equal, it serves for all
+shapes: a mini-batch of a new length takes no recording. Where it does not fit, paths show it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from pipert._torch import has_hooks
+from pipert._torch import NormBase, has_hooks
 from pipert._typing import Value
 from pipert.any_model.checkpointed_calls import checkpointed_call
 from pipert.any_model.map_tensors import map_tensors
-from pipert.batch.tensors import tensors_of
-from pipert.distributed.placeholders import forward_replaced, inputs_unchanged
+from pipert.batch.tensors import tensors_of, version
+from pipert.batch.trees import flatten
+from pipert.distributed.placeholders import (
+    Cuts,
+    Name,
+    Record,
+    ReplayError,
+    forward_replaced,
+    inputs_unchanged,
+    untouched,
+)
 from pipert.distributed.rank_partition import Compute, RankBatch
 from pipert.distributed.replay import Replay
-from pipert.distributed.replay_plan import ReplayPlan, event_drawing
 from pipert.layers.call import Layers
+from pipert.layers.modules import modules_of
 from pipert.layers.phase import is_recomputing
 from pipert.layers.place import Place, describe_layer
+from pipert.layers.random_numbers import Draws, RunSeed
 from pipert.layers.segments import Segments
-from pipert.model.calls import unchanged
+from pipert.model.cuts import check_cuts, homes, layers_of
+
+OWN_STREAM = -1
+ANY_SHAPES = ()
+RECORDS = 64
+"""The number of records that are kept: those used last."""
+
+
+def cuts_of(model: nn.Module, cuts: Iterable[str]) -> Cuts:
+    """Check the cuts of a model, and find its layers.
+
+    Raises:
+        ValueError, TypeError: as :func:`pipert.pipeline`.
+    """
+    names = check_cuts(model, cuts)
+    begins = {model.get_submodule(name): j for j, name in enumerate(names, 1)}
+    layers = {
+        module: name
+        for name, module in layers_of(model, names).items()
+        if module in begins or any(map(_has_state, modules_of(module)))
+    }
+    return Cuts(model, names, layers, begins)
+
+
+def _has_state(module: nn.Module) -> bool:
+    """Whether a module has parameters, or statistics that each micro-batch changes."""
+    return bool(module._parameters) or isinstance(module, NormBase)
+
+
+def event_drawing(seed: RunSeed, i: int, device: torch.device) -> Callable[[int], Draws]:
+    """Return what makes the block in which an event of micro-batch ``i`` draws."""
+
+    def drawing(event: int) -> Draws:
+        number = (i << 32) + event + (1 << 62)
+        return Draws(seed, number, device, ("event", number))  # a kind of its own: any may draw
+
+    return drawing
+
+
+def _copied(x: Value) -> Value:
+    tensors, rebuild = tensors_of(x)
+    return rebuild(tuple([tensor.detach().clone() for tensor in tensors]))
 
 
 @dataclass(eq=False)
 class ReplayModel:
-    """A model that keeps its own forward."""
+    """A model that keeps its own forward: its cuts, and the records so far."""
 
-    plan: ReplayPlan
+    cuts: Cuts
+    device: torch.device
     inputs: str
+    uses: dict[nn.Parameter, set[int]] = field(default_factory=dict)
+    """The partitions that use each parameter."""
+    layers: dict[nn.Module, set[int]] = field(default_factory=dict)
+    """The partitions that call each layer."""
+    needs_values: bool = False
+    """Whether no recording on meta is possible."""
+    records: dict[Any, Record] = field(default_factory=dict)
+    """By what the inputs are and their shapes, or ``ANY_SHAPES``; the last used is the last."""
+
+    def place(self, example: Value) -> None:
+        """Find the partitions that use each parameter, from a recording of the example.
+
+        Where that fails for lack of values, layers belong to the partition of the last cut that was
+        registered before them.
+        """
+        replay, _ = self._recording(example)
+        names = {name: layer for layer, name in self.cuts.layers.items()}
+        registered = homes(names, list(self.cuts.names))
+        uses: dict[nn.Parameter, set[int]] = defaultdict(set)
+        for parameter, used in replay.own_parameters.items():
+            uses[parameter] |= used
+        self.layers = {layer: {registered[name]} for layer, name in self.cuts.layers.items()}
+        self.layers.update(replay.called)  # and modules that layers are given
+        for layer, used in self.layers.items():
+            for parameter in layer.parameters():
+                uses[parameter] |= used
+        for parameter in self.cuts.model.parameters():
+            self.uses[parameter] = uses[parameter] or {0}
+
+    def _recording(self, x: Value, i: int = 0, seed: int = 0) -> tuple[Replay, bool]:
+        """Record on meta; return the replay, and whether the own code has drawn.
+
+        A model that is refused leaves its buffers and the inputs unchanged.
+        """
+        own, events = RunSeed(seed), RunSeed(seed)
+        for run in (own, events):
+            run.settle()
+
+        def drawing(event: int) -> Draws:
+            run = own if event == OWN_STREAM else events
+            return event_drawing(run, i, self.device)(event)
+
+        replay = Replay(self.cuts, self.cuts.n, self.device, drawing, None, None)
+        copy = _copied(x)
+        try:
+            with untouched(self.cuts.model), self.recorded(replay), inputs_unchanged(copy):
+                replay.run(self.cuts.model, copy)
+        except ReplayError as error:
+            if not error.needs_values:
+                raise
+            self.needs_values = True
+        return replay, own.used
+
+    @contextmanager
+    def recorded(self, replay: Replay) -> Iterator[None]:
+        """Refuse own code that changes a buffer in the block, in which ``replay`` runs."""
+        before = self._own_state()
+        yield
+        after = self._own_state()
+        for name, buffer in self.cuts.model.named_buffers():
+            if replay.is_of_layers(buffer) or after.get(name) != before.get(name):
+                raise ReplayError(
+                    f"the model's own code changes the buffer {name!r}: a rank would do so for "
+                    "each of its partitions, and not behind them; do that inside of a layer"
+                )
+
+    def _own_state(self) -> dict[str, tuple[int, int]]:
+        """Return the identity and version of each buffer of the state that no layer has."""
+        model, inside = self.cuts.model, {m for each in self.cuts.layers for m in modules_of(each)}
+        return {
+            f"{prefix}.{name}".lstrip("."): (id(buffer), version(buffer))
+            for prefix, module in model.named_modules() if module not in inside
+            for name, buffer in module._buffers.items()
+            if name not in module._non_persistent_buffers_set
+        }  # fmt: skip
+
+    def _kind(self, x: Value) -> tuple[Any, Any]:
+        """Return what a record depends on, but for the shapes; and the shapes."""
+        leaves, spec = flatten(x)
+        kinds = [
+            (leaf.dtype, leaf.dim()) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves
+        ]
+        shapes = [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor)]
+        mode = self.cuts.model.training, torch.is_grad_enabled()
+        return (str(spec), tuple(kinds), *mode), (*shapes, None)
+
+    def _record(self, i: int, x: Value, seed: int) -> Record | None:
+        """Return the record for micro-batch ``i``; ``None`` if it takes values to make one."""
+        kind, shapes = self._kind(x)
+        for key in ((kind, ANY_SHAPES), (kind, shapes)):
+            if key in self.records:
+                return self._keep(key, self.records[key])
+        if self.needs_values:
+            return None
+        replay, draws = self._recording(x, i, seed)
+        if replay.structure is None:  # it broke off for lack of values
+            return None
+        crossing = self._crossing(replay.header.made, replay.used)
+        record = Record(crossing, replay.paths, replay.structure)
+        if not draws:  # else its choices may be others next time
+            others = [one for (other, _), one in self.records.items() if other == kind]
+            are_equal = bool(others) and all(one == record for one in others)
+            self._keep((kind, ANY_SHAPES if are_equal else shapes), record)
+        return record
+
+    def _keep(self, key: Any, record: Record) -> Record:
+        self.records.pop(key, None)
+        self.records[key] = record
+        if len(self.records) > RECORDS:
+            del self.records[next(iter(self.records))]
+        return record
 
     def prepare(self, batch: RankBatch) -> Sequence[int]:
         """Find the records of the micro-batches; return those that need values to be recorded."""
         seed, first = batch.seed.number or 0, dict[Any, int]()
+        batch.records[:] = [self._record(i, x, seed) for i, x in enumerate(batch.inputs)]
         for i, x in enumerate(batch.inputs):
-            record = self.plan.record(i, x, seed)
-            batch.records.append(record)
-            if record is None:
-                first.setdefault(self.plan.key(x), i)
+            if batch.records[i] is None:
+                first.setdefault(self._kind(x)[0], i)
         return [*first.values()]
 
     def note(self, batch: RankBatch, i: int, seen: Sequence[list[Any]]) -> None:
         """Make the record of micro-batch ``i``, and of those like it, from what ranks have seen."""
-        self.plan.note(batch.inputs[i], [pair for of_rank in seen for pair in of_rank])
-        seed = batch.seed.number or 0
-        batch.records[:] = [self.plan.record(k, x, seed) for k, x in enumerate(batch.inputs)]
+        made, used, paths = dict[Name, int](), dict[Name, int](), list[int]()
+        for made_there, used_there, paths_there in [one for of_rank in seen for one in of_rank]:
+            made.update(made_there)
+            paths = max(paths, paths_there, key=len)
+            for name, j in used_there.items():
+                used[name] = max(j, used.get(name, 0))
+        record = Record(self._crossing(made, used), paths, None)
+        self._keep((self._kind(batch.inputs[i])[0], ANY_SHAPES), record)
+        self.prepare(batch)
+
+    def _crossing(self, made: dict[Name, int], used: dict[Name, int]) -> list[list[Name]]:
+        """Return for each partition the names that it sends on."""
+        return [
+            sorted(name for name, user in used.items() if made[name] <= j < user)
+            for j in range(self.cuts.n)
+        ]
 
     def unchanged(self) -> AbstractContextManager[object]:
-        """Return a block that restores the model's buffers."""
-        return unchanged(self.plan.cuts.model)
+        """Return a block that restores what the model keeps."""
+        return untouched(self.cuts.model)
 
     def computing(self, place: Place, layers: Layers, batch: RankBatch) -> Compute:
         """Return what computes a partition in a mini-batch."""
-        return ReplayComputing(self.plan, place, layers, batch).forward
+        return ReplayComputing(self, place, layers, batch).forward
 
 
 @dataclass(eq=False)
 class ReplayComputing:
     """Computes one partition in a mini-batch by replays."""
 
-    plan: ReplayPlan
+    model: ReplayModel
     place: Place
     layers: Layers
     batch: RankBatch
 
     def forward(self, i: int, x: Value) -> Value:
         """Replay the forward of micro-batch ``i``, of which ``x`` has arrived."""
-        batch, cuts, device = self.batch, self.plan.cuts, self.place.device
+        batch, cuts, device = self.batch, self.model.cuts, self.place.device
         drawing = event_drawing(batch.seed, i, device)
         segments = None
         if i < batch.recomputed:
@@ -78,11 +260,13 @@ class ReplayComputing:
         replay = Replay(cuts, self.place.j, device, drawing, compute, batch.records[i])
         if self.place.j:
             replay.receive(*x)
-        with inputs_unchanged(batch.inputs[i]):
-            y = replay.run(cuts.model, batch.inputs[i])
-        if batch.records[i] is None:
-            self.plan.refuse_changed_buffers(replay)
-            batch.seen.append((replay.made, replay.used))
+        if batch.records[i] is not None:
+            with inputs_unchanged(batch.inputs[i]):
+                return replay.run(cuts.model, batch.inputs[i])
+        copy = _copied(batch.inputs[i])
+        with self.model.recorded(replay), inputs_unchanged(copy):
+            y = replay.run(cuts.model, copy)
+        batch.seen.append((replay.header.made, replay.used, replay.paths))
         return y
 
     def _call(
@@ -114,7 +298,7 @@ class ReplayComputing:
                 returned[:] = tensors_of(y)[0]
             return y
 
-        name = describe_layer(self.plan.cuts.layers[module], module)
+        name = describe_layer(self.model.cuts.layers[module], module)
         compute = partial(self.layers.call_layer, i, module, name, noting)
         y = checkpointed_call(segments, name, compute, drawing, args, kwargs)
         tensors = tensors_of(y)[0]

@@ -34,8 +34,8 @@ from pipert.engine.waiting import Waiting
 from pipert.errors import PipeClosedError, ReentrantCallError
 from pipert.layers.batchnorm import DeferredStats
 from pipert.layers.effects import Effects
-from pipert.layers.parametrized import compute_cached
-from pipert.layers.random_numbers import Turns, paused
+from pipert.layers.modules import compute_cached
+from pipert.layers.random_numbers import RunSeed, Turns, paused
 from pipert.model.data_parallel import refuse_data_parallel
 from pipert.observe.backward import makers
 from pipert.observe.notifier import Counters, Notifier
@@ -124,9 +124,10 @@ class Runtime:
         iterator is closed, or fails, the others are cancelled. Arguments are as in :meth:`call`.
         """
         in_flight = deque[tuple[Generator[Any, None, None], Callable[[], None]]]()
+        seed = RunSeed()
         try:
             for x in values:
-                begun = self._begun(x, recomputed, timeout)
+                begun = self._begun(x, recomputed, timeout, seed)
                 in_flight.append((begun, next(begun)))
                 del begun
                 if len(in_flight) > 2 * len(self.devices):
@@ -138,16 +139,17 @@ class Runtime:
                 cancel()
             for begun, _ in in_flight:
                 begun.close()
+            seed.settle()
 
     def _begun(
-        self, x: Value, recomputed: Sequence[int], timeout: float | None
+        self, x: Value, recomputed: Sequence[int], timeout: float | None, seed: RunSeed
     ) -> Generator[Any, None, None]:
         """Begin the run of one micro-batch, yield what cancels it; wait, yield its output."""
         begin_numbers(1)
         plan = plan_call(1, len(self.devices), self.workers, recomputed)
         threads = self._threads()
         with self.counters.open(plan) as notifier:
-            run = self._new_run(plan, notifier)
+            run = self._new_run(plan, notifier, seed=RunSeed(of_all=seed))
             run.seed.is_concurrent = True
             posting = Posting(self.model.assemble(run, [x], None, None), self.pool.put)
             del x
@@ -214,7 +216,10 @@ class Runtime:
             )
         return self.waiting.threads()
 
-    def _new_run(self, plan: Plan, notifier: Notifier, function: Function = None) -> Run:
+    def _new_run(
+        self, plan: Plan, notifier: Notifier, function: Function = None,
+        seed: RunSeed | None = None,
+    ) -> Run:  # fmt: skip
         for partition in self.model.partitions:  # fully_shard changes the classes of modules
             kinds = {*map(type, partition._modules.values())}
             if not kinds <= self._kinds:
@@ -228,7 +233,8 @@ class Runtime:
         context.set_variable(store.of_task, store.NEW)
         if on_cuda:
             self._streams.follow_the_caller(on_cuda)
-        run = Run(plan, self.devices, context, self._streams, notifier, function)
+        seed = RunSeed() if seed is None else seed
+        run = Run(plan, self.devices, context, self._streams, notifier, seed, function)
         layers = map(dict.values, map(_MODULES, self.model.partitions))
         modes, turns = [function, *map(_MODE, chain.from_iterable(layers))], self._turns
         if modes != self._modes or len(self.counters.live) < 2:  # this one is alone

@@ -1,4 +1,8 @@
-"""Deferred batch normalisation: updates running statistics once per mini-batch.
+"""Takes care of layers that depend on the whole mini-batch, above all of BatchNorm.
+
+*Deferred batch normalisation* updates running statistics once per mini-batch; of other layers
+whose micro-batches give something else there is a warning (``tests/layers/test_whole_batch.py``
+has tried all layers of ``torch.nn``).
 
 Each micro-batch is normalised by its own statistics, as in data parallelism (the footnote in
 section 2 of the paper). By default each would also update the running statistics, so that a
@@ -24,7 +28,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -33,9 +37,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from pipert._torch import BatchNorm, is_lazy
+from pipert._torch import BatchNorm, NormBase, forward_pre_hooks, is_lazy
+from pipert.errors import WholeBatchWarning
 from pipert.layers.nested_checkpoint import refuse_nested_checkpoint
-from pipert.layers.whole_batch import warn_of_whole_batches
 from pipert.queues.process_lock import ProcessLock
 
 _committing = ProcessLock()
@@ -273,3 +277,32 @@ def _pooled(notes: Sequence[_Note]) -> tuple[Tensor, Tensor]:
         note.var.double() * (note.rows - 1) + (note.mean - mean) ** 2 * note.rows for note in notes
     ]
     return mean, torch.stack(squares).sum(0) / (total - 1)
+
+
+def warn_of_whole_batches(layers: Iterable[tuple[str, nn.Module]], stacklevel: int) -> None:
+    """Warn of those of the named layers whose gradients or state are not the plain module's."""
+    found = [f"{name!r} ({why})" for name, layer in layers if (why := _why(layer))]
+    if found:
+        shown = ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
+        warnings.warn(
+            f"the module has layers that depend on the whole mini-batch: {shown}. In a pipe each "
+            "does this for each micro-batch, so gradients, or what the layer keeps, are not those "
+            "without a pipe. With chunks=1 they are; otherwise accept that, as data parallelism "
+            "does, by ignoring pipert.WholeBatchWarning with warnings.filterwarnings",
+            WholeBatchWarning,
+            stacklevel=stacklevel,
+        )
+
+
+def _why(layer: nn.Module) -> str:
+    is_embedding = isinstance(layer, nn.Embedding | nn.EmbeddingBag)
+    if is_embedding and layer.scale_grad_by_freq and layer.weight.requires_grad:
+        return "scale_grad_by_freq divides by the counts of its indices"
+    if isinstance(layer, NormBase) and not isinstance(layer, BatchNorm):
+        is_updated = layer.training and layer.track_running_stats
+        return "track_running_stats updates its statistics" if is_updated else ""
+    # The parametrization is a module, the older kind of spectral norm a hook.
+    for part in (layer, *forward_pre_hooks(layer).values()) if layer.training else ():
+        if hasattr(part, "n_power_iterations"):
+            return "spectral norm iterates in each forward"
+    return ""

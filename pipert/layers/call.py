@@ -6,6 +6,7 @@ partition and whatever must be the same the second time, but neither the run nor
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import groupby
@@ -19,8 +20,7 @@ from pipert.batch.microbatch import Arguments
 from pipert.batch.tensors import Carried, describe
 from pipert.errors import add_note
 from pipert.layers.buffers import has_buffers, locked
-from pipert.layers.compiled_backward import call_compiled
-from pipert.layers.compiling import is_compiled
+from pipert.layers.compiling import call_compiled, is_compiled
 from pipert.layers.effects import Effect, Effects
 from pipert.layers.parameter_copies import ParameterCopies
 from pipert.layers.phase import is_recomputing, microbatch, recompute_here
@@ -79,9 +79,8 @@ class Layers:
         self._snapshot: Snapshot | None = None
         self._with_buffers: set[nn.Module] | None = None
         """The layers that have buffers; known once :meth:`forward` begins."""
-        # On CPU one thread runs the backward of all partitions.
-        on_gpu = context.grad_enabled and place.device.type == "cuda"
-        self._compiled = {layer for layer in partition if is_compiled(layer)} if on_gpu else set()
+        may_be = "torch._dynamo" in sys.modules
+        self._compiled = {layer for layer in partition if is_compiled(layer)} if may_be else set()
 
     def segments(self, i: int, hooks: Hooks) -> Segments:
         """Begin to checkpoint a micro-batch, in its forward, whose saved-tensor hooks are given."""

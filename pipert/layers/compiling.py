@@ -5,22 +5,34 @@ on a worker, or on the thread of a backward when it is recomputed. Several threa
 the same moment. The rules:
 
 1. One thread compiles at a time, under dynamo's process-wide lock.
-2. Calls of compiled code wait for nothing. They find their code without that lock.
+2. Calls of compiled code find their code without that lock. Before torch 2.14 they wait while
+   another thread compiles: torch has one flag for all threads that says whether one traces, and
+   would refuse the call.
 3. dynamo saves the states of the default generators before it compiles and restores them
    afterwards. A compiled layer is one that might draw, so these are its task's
    (``layers/random_numbers.py``).
-4. A pipe cannot be compiled, exported, traced or scripted. Its layers run on threads that such
+4. Compiled layers run backward on several GPUs at once. AOTAutograd runs their backward in the
+   caller's context variables: in the one ``Context`` object that ``torch.autograd`` records for
+   all its threads, which only one of them can enter at a time; the second would raise "cannot
+   enter context". So each node of a compiled layer gets a copy of it before it runs (torch 2.13).
+5. A pipe cannot be compiled, exported, traced or scripted. Its layers run on threads that such
    tools do not see, so they would capture pipert itself.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 from pipert._torch import dispatch_modes, is_traced_by_fx, is_traced_by_jit, watcher
+from pipert._typing import Value
+from pipert.autograd.thread_locals import get_thread_local, set_thread_local
+from pipert.batch.tensors import differentiable
 from pipert.errors import TransformError
 from pipert.layers.intercepted import compiled_call
 from pipert.layers.modules import modules_of
@@ -39,7 +51,7 @@ def refuse_compilation(is_step: bool = False, *, recomputes: bool = False) -> No
     if is_traced_by_jit():
         raise not_traced("torch.jit.trace")
     by_make_fx = "ProxyTorchDispatchMode" in [type(mode).__name__ for mode in dispatch_modes()]
-    if is_traced_by_fx() and not by_make_fx:
+    if not by_make_fx and _is_traced_when_others_have_compiled():
         raise not_traced("torch.fx.symbolic_trace")
     if torch.compiler.is_dynamo_compiling() or callable(watcher()):
         raise TransformError(
@@ -78,3 +90,46 @@ def is_compiled_itself(module: nn.Module) -> bool:
         type(module).__module__.startswith(("torch._dynamo", "torch.jit"))
         or compiled_call(module) is not None
     )
+
+
+def _is_traced_when_others_have_compiled() -> bool:
+    """Whether ``torch.fx`` traces this thread; if another thread compiles, wait for it first."""
+    dynamo = sys.modules.get("torch._dynamo.convert_frame")
+    if dynamo is not None and is_traced_by_fx():
+        with dynamo.compile_lock:
+            pass
+    return is_traced_by_fx()
+
+
+def call_compiled(call: Callable[..., Value], *args: Any, **kwargs: Any) -> Value:
+    """Call a compiled layer whose backward may run at the same time as other partitions'."""
+    _is_traced_when_others_have_compiled()
+    makers = [x.grad_fn for x in differentiable((args, kwargs))[0]]
+    value = call(*args, **kwargs)
+    give_own_contexts(differentiable(value)[0], makers)
+    return value
+
+
+def give_own_contexts(ys: Iterable[Tensor], makers: Iterable[Node | None]) -> None:
+    """Make each compiled function in the graph of ``ys`` run backward in a context of its own.
+
+    The search stops at ``makers``, the nodes that made the inputs. They are taken before the call,
+    since a layer may change inputs in place.
+    """
+    seen = {*makers, None}
+    left = [y.grad_fn for y in ys]
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        left.extend(child for child, _ in node.next_functions)
+        if node.name() == "CompiledFunctionBackward":
+            node.register_prehook(_use_own_context)
+
+
+def _use_own_context(gradients: tuple[Tensor, ...]) -> None:
+    # Affects this node only: the engine restores its thread-local state for each node.
+    context = get_thread_local("context")
+    if context is not None:
+        set_thread_local("context", context.copy())

@@ -60,24 +60,27 @@ def current_task() -> Draws | None:
 class RunSeed:
     """The seed of one run. The caller draws it, from the generator of a task that he is inside of.
 
-    If ``given`` was agreed on with other processes, it is the seed; the generator advances, too.
+    Args:
+        given: the seed, if it was agreed on with other processes; the generator advances, too.
+        of_all: that of several runs, of which this is one. The state is put back when ``of_all``
+            is settled, if none of them has drawn.
     """
 
     __slots__ = (
-        "_given", "_outer", "_states", "is_concurrent", "is_over", "number", "seeds", "turns",
-        "used",
+        "_given", "_of_all", "_outer", "_states", "is_concurrent", "is_over", "number", "seeds",
+        "turns", "used",
     )  # fmt: skip
 
-    def __init__(self, given: int | None = None) -> None:
-        self._outer = current_task()
-        self._given = given
+    def __init__(self, given: int | None = None, of_all: RunSeed | None = None) -> None:
+        self._outer: Draws | None = current_task() if of_all is None else of_all._outer
+        self._given, self._of_all = given, of_all
         self.number: int | None = None
         self._states: tuple[Tensor, Tensor] | None = None  # before and after the seed was drawn
         self.used = False
         """Whether any task has drawn."""
         self.turns: Turns = {}
         """May be shared with runs of the same layers that overlap."""
-        self.seeds: set[int] = set()
+        self.seeds: set[int] = set() if of_all is None else of_all.seeds
         """What tasks have seeded the CPU's generator with: layers may have saved such a state."""
         self.is_over = False
         """Whether the caller no longer waits for the run."""
@@ -88,16 +91,19 @@ class RunSeed:
 
     def draw(self) -> None:
         """Draw the seed, unless that has been done. Called if any layer might draw."""
-        if self.number is not None:
-            return
+        if self.number is None:
+            self.number = (self._of_all or self)._draw()
+
+    def _draw(self) -> int:
         if self._outer is not None and not self._outer.has(CPU):
-            self.number = self._outer.seed_of_inner_run()
-            return
+            return self._outer.seed_of_inner_run()
         with self._generator() as generator, WithoutFunctions(), WithoutDispatch():
             before = generator.get_state()
             drawn = torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator)
-            self.number = int(drawn.item()) if self._given is None else self._given
+            if self._states is not None and torch.equal(before, self._states[1]):
+                before = self._states[0]  # nobody else has drawn since another run of these did
             self._states = before, generator.get_state()
+            return int(drawn.item()) if self._given is None else self._given
 
     def settle(self) -> None:
         """Put the generator's state back if nothing was drawn. Called when the run is over.
@@ -108,8 +114,8 @@ class RunSeed:
         """
         self.is_over = True
         states, self._states = self._states, None
-        if self._outer is not None and self.used:
-            self._outer.run.used = True
+        if self.used and (around := self._of_all or self._outer and self._outer.run):
+            around.used = True
         if states is not None:
             self._put_back(states[self.used], states[1])
 

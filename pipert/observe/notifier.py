@@ -23,8 +23,7 @@ from time import perf_counter
 import torch
 
 from pipert.observe.backward import interrupt
-from pipert.observe.event import kind_of
-from pipert.observe.observers import Observer, Observers, RunInfo, TaskInfo
+from pipert.observe.event import Observer, Observers, RunInfo, TaskInfo, kind_of
 from pipert.observe.ranges import is_profiled, task_range
 from pipert.observe.recorder import Recorder, Recording, Span
 from pipert.queues.process_lock import ProcessLock

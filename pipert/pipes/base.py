@@ -32,7 +32,7 @@ from pipert.layers.compiling import not_traced, refuse_compilation
 from pipert.layers.phase import is_recomputing
 from pipert.model.devices import refuse_other_devices
 from pipert.model.settings import check_timeout, refuse_keywords_of
-from pipert.observe.observers import Observer
+from pipert.observe.event import Observer
 from pipert.pipes.settings import Settings
 from pipert.schedules.plan import BOUNDED, Plan, Schedule, maker_of, plan, recomputed_in_each
 from pipert.stage.assembly import Model

@@ -31,7 +31,7 @@ from pipert.model.split import (
 )
 from pipert.pipes.base import PipeBase
 from pipert.schedules.plan import Schedule, recomputed_in_each
-from pipert.skip.verify import declarations
+from pipert.skip.routes import declarations
 from pipert.workers.context import refuse_transforms
 
 __all__ = ["ModulePipe"]

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pipert.observe.observers import Observer, RunInfo
+from pipert.observe.event import Observer, RunInfo
 from pipert.pipes.base import PipeBase, when_made
 from pipert.timeline.timeline import Timeline
 

@@ -20,8 +20,7 @@ from pipert.balance.calls import (
     measuring_device,
 )
 from pipert.balance.cost import Cost, joined, medians
-from pipert.balance.measure import measure_all
-from pipert.balance.progress import counting
+from pipert.balance.measure import counting, measure_all
 from pipert.batch.microbatch import Arguments
 from pipert.model.split import check_module
 

@@ -22,7 +22,7 @@ its gradient goes straight back.
 from __future__ import annotations
 
 from pipert.skip.namespace import Namespace
+from pipert.skip.routes import verify_skippables
 from pipert.skip.skippable import Skippable, pop, skippable, stash
-from pipert.skip.verify import verify_skippables
 
 __all__ = ["Namespace", "Skippable", "pop", "skippable", "stash", "verify_skippables"]

@@ -110,7 +110,7 @@ class CallBoundary:
         return found
 
     def drop(self) -> None:
-        """DropSaved every micro-batch, since nobody waits for the run any more. From any thread."""
+        """Forget every micro-batch, since nobody waits for the run any more. From any thread."""
         self._token = None  # it holds the graph of all earlier micro-batches
         self._segments = None
 

@@ -101,7 +101,7 @@ class Gradients:
         return taken
 
     def clear(self) -> None:
-        """DropSaved all sums."""
+        """Forget all sums."""
         self._sums.clear()
 
     def __repr__(self) -> str:

@@ -30,11 +30,11 @@ class Run:
     context: CallerContext
     streams: CopyStreams
     notifier: Notifier
+    seed: RunSeed
     function: Callable[..., Value] | None = None
     """What runs for each micro-batch in place of the whole of any model."""
     number: int = field(init=False)
     outcome: Outcome = field(init=False)
-    seed: RunSeed = field(default_factory=RunSeed)
     effects: Effects = field(default_factory=partial(Effects, at_end=False))
     skips: SkipLinks = field(default_factory=SkipLinks)
     outputs: list[Value] = field(default_factory=list)

@@ -179,7 +179,7 @@ class Stage:
         self.drop()
 
     def drop(self) -> None:
-        """DropSaved every micro-batch."""
+        """Forget every micro-batch."""
         self.boundary.drop()
         self.run.drop()
 

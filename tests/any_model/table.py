@@ -22,17 +22,13 @@ HEAD = f"""\
 <!-- python -m tests.any_model.table writes this page -->
 # Models that were tried
 
-`pipert.pipeline` runs these models as they are: tiny versions, built from a configuration. Each cut
-begins a new partition; there are {CHUNKS} micro-batches. The reference is the plain model, run on
-one micro-batch after the other: outputs must be equal bit for bit, and the gradients of *all*
-parameters up to the order of sums.
+`pipert.pipeline` runs these models as they are: tiny versions, built from a configuration, with
+the versions of `constraints.txt`, in {CHUNKS} micro-batches. Outputs equal the plain model's bit
+for bit, by micro-batches, and the gradients of *all* parameters up to the order of sums.
 
-* **equal in**: the ways in which outputs and gradients are so. *All* are a call without
-  checkpointing; a call with `checkpoint="always"`; a step by `gpipe` with `"except_last"`; one by
-  `1f1b`; and a *ragged* one, six rows in {CHUNKS} micro-batches, by `1f1b` with `"always"`.
-* **tied**: how many parameters belong to several modules.
-
-The versions are those of `constraints.txt`.
+**Equal in** *all* means: a call without checkpointing; one with `checkpoint="always"`; a step by
+`gpipe` with `"except_last"`; one by `1f1b`; and a *ragged* one, six rows in {CHUNKS} micro-batches,
+by `1f1b` with `"always"`. **Tied** is the number of parameters that belong to several modules.
 """
 COLUMNS = ["family", "cut at", "equal in", "tied", "notes"]
 

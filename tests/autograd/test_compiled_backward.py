@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipert.layers import compiled_backward
+from pipert.layers import compiling
 
 pytestmark = [
     pytest.mark.slow,  # the first compilation imports for seconds
@@ -24,12 +24,12 @@ def test_a_compiled_layer_has_its_own_backward_context_and_earlier_ones_have_not
     make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     called: list[tuple[Tensor, ...]] = []
-    monkeypatch.setattr(compiled_backward, "_use_own_context", called.append)
+    monkeypatch.setattr(compiling, "_use_own_context", called.append)
     before: Any = torch.compile(make(), backend="aot_eager")
     layer: Any = torch.compile(make(), backend="aot_eager")
     x = before(torch.ones(3, requires_grad=True).clone())
     makers = [x.grad_fn]
     y = layer(x)
-    compiled_backward.give_own_contexts([y], makers)
+    compiling.give_own_contexts([y], makers)
     y.sum().backward()
     assert len(called) == 1

@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import threading
+import warnings
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -560,6 +561,54 @@ def test_what_crosses_cannot_be_sent() -> None:
     run(2, unpicklable)
 
 
+class Refusing(tuple[Any, ...]):
+    """A value that the second rank cannot unpickle."""
+
+    def __reduce__(self) -> Any:
+        return _refusing, tuple(self)
+
+
+def _refusing(*values: Any) -> Any:
+    if dist.get_rank() == 1:
+        raise ZeroDivisionError("unpickled on the second rank")
+    return Refusing(values)
+
+
+def _with_refusing(x: Tensor) -> Any:
+    return x, Refusing()
+
+
+def unreadable(rank: int) -> None:
+    changing = Changing()
+    changing.does = _with_refusing
+    model = nn.Sequential(nn.Linear(4, 4), changing, First(), nn.Linear(4, 4))
+    pipe = distributed.Pipe(model, [2, 2], chunks=4)
+    kind, text = caught(lambda: step(pipe))
+    assert kind is (ZeroDivisionError if rank else distributed.RankError), text
+    assert "unpickled on the second rank" in text and "F[0,1]" in text, text
+    changing.does = _usual
+    step(pipe)
+
+
+def test_what_crosses_cannot_be_received() -> None:
+    run(2, unreadable)
+
+
+def warns_of_loss(rank: int) -> None:
+    pipe = distributed.Pipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), [1, 1], chunks=4)
+    x = torch.ones(8, 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loss_fn = nn.MSELoss(reduction="sum")
+        kind, text = caught(lambda: pipe.forward_backward(x, target=x, loss_fn=loss_fn))
+    assert kind is (UserWarning if rank else distributed.RankError) and "reduction='sum'" in text
+    step(pipe)
+
+
+def test_one_rank_fails_between_the_reports_and_the_schedule() -> None:
+    run(2, warns_of_loss)
+
+
 class Views(nn.Module):
     """A layer that returns a tensor and a view of it."""
 
@@ -636,6 +685,22 @@ def sets_a_layer(rank: int) -> None:
         kind, text = caught(partial(setattr, pipe, name, nn.Linear(4, 4)))
         assert kind is RuntimeError and f"'{name}' cannot be set" in text, text
     check_works(pipe, 2)
+
+
+def assigns(rank: int) -> None:
+    pipe = distributed.Pipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), [1, 1])
+    with pytest.raises(ValueError, match="assign=True"):
+        pipe.load_state_dict(pipe.state_dict(), assign=True)
+    whole = {f"{k}.{name}": torch.ones(4, 4)[0 if name == "bias" else ...]
+             for k in range(2) for name in ("weight", "bias")}  # fmt: skip
+    pipe.load_state_dict(whole)
+    with pytest.raises(RuntimeError, match="Unexpected key"):
+        pipe.load_state_dict({**whole, "2.weight": torch.ones(4)})
+    assert all(p.equal(torch.ones_like(p)) for p in pipe.parameters())
+
+
+def test_parameters_cannot_be_assigned_and_unknown_keys_are_refused() -> None:
+    run(2, assigns)
 
 
 def test_layers_cannot_be_replaced() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Callable
@@ -19,6 +20,9 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_into
 from torch.distributed.checkpoint.state_dict_saver import save as save_as
 
 from pipert import distributed
+from pipert.distributed import rank_parameters, rank_pipeline, replay_model
+from pipert.distributed.placeholders import Record
+from pipert.distributed.replay import Replay
 from tests.distributed.launcher import endings, in_sweep, run
 from tests.distributed.own_models import (
     MODELS,
@@ -282,6 +286,156 @@ def test_loaded_values_are_copies_and_none_is_assigned() -> None:
     assert "a.weight" in first and "b.weight" in second and "mean" in second
 
 
+def loads_files(rank: int, folder: str) -> dict[str, Tensor]:
+    with distributed.empty_parameters():
+        model = build("unet").bfloat16()
+    pipe = distributed.pipeline(model, ["middle"], example=unet_batch(2), load=folder)
+    return pipe.state_dict()
+
+
+def test_files_of_safetensors_are_loaded(tmp_path: Path) -> None:
+    save_file = pytest.importorskip("safetensors.torch").save_file
+    state = build("unet").state_dict()
+    names = sorted(state)
+    for k, some in enumerate((names[:5], names[5:])):
+        save_file({name: state[name] for name in some}, tmp_path / f"model-{k}.safetensors")
+    found = run(2, loads_files, str(tmp_path))
+    assert set().union(*found) == set(state)
+    for each in found:
+        for name, value in each.items():
+            assert torch.equal(value, state[name].to(value.dtype)), name
+
+
+def test_files_of_safetensors_need_the_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.safetensors").touch()
+    monkeypatch.setattr(rank_parameters, "find_spec", lambda _: None)
+    with pytest.raises(ImportError, match="pip install safetensors"):
+        rank_parameters.loader(tmp_path)
+
+
+def holds(rank: int) -> tuple[int, int]:
+    """The most bytes of tensors while loading, and those of this rank's share with one layer."""
+    with distributed.empty_parameters():
+        model = nn.Sequential(*[nn.Sequential(nn.Linear(32, 32)) for _ in range(8)])
+    most = 0
+
+    def held() -> int:
+        tensors = [one for one in gc.get_objects() if issubclass(type(one), Tensor)]
+        memories = {t.data_ptr(): t.untyped_storage().nbytes() for t in tensors if not t.is_meta}
+        return sum(memories.values())
+
+    def load(name: str) -> Tensor:
+        nonlocal most
+        value = torch.ones(model.get_parameter(name).shape)
+        most = max(most, held())
+        return value
+
+    x = torch.ones(2, 32)
+    before = held()
+    pipe = distributed.pipeline(model, ["4"], example=x, load=load)
+    share = sum(p.nbytes for p in pipe.parameters())
+    return most - before, share + 4 * (32 * 32 + 32)
+
+
+def test_while_loading_a_rank_holds_its_share_and_a_layer() -> None:
+    for most, allowed in run(2, holds):
+        assert 0 < most <= allowed
+
+
+def hooks_and_parameters(rank: int) -> str:
+    model = Chain(lambda *a: a[2])
+    weight: Any = model.a.weight
+    weight.register_hook(lambda dx: dx)
+    x = torch.ones(4, 4)
+    distributed.pipeline(model, ["b"], example=x)  # it stays where it is
+    model = Chain(lambda *a: a[2])
+    weight = model.b.weight
+    weight.register_post_accumulate_grad_hook(lambda p: None)
+    with pytest.raises((ValueError, distributed.RankError)) as caught:
+        distributed.pipeline(model, ["b"], example=x, load=lambda name: None if "b" not in name
+                             else torch.ones(model.get_parameter(name).shape))  # fmt: skip
+    return str(caught.value)
+
+
+def test_a_parameter_with_hooks_is_not_replaced() -> None:
+    assert all("'b.weight' has hooks" in text for text in run(2, hooks_and_parameters))
+
+
+def measures(rank: int) -> list[str]:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stages", "copies"))
+    calls = list[int]()
+
+    def choosing(*_: Any) -> list[str]:
+        calls.append(rank)
+        return ["downs.1"] if rank == 0 else ["middle"]
+
+    vars(rank_pipeline)["choose_cuts"] = choosing  # in a process of its own
+    pipe = distributed.pipeline(build("unet"), partitions=2, example=unet_batch(2), mesh=mesh)
+    assert calls == [0] * (rank == 0)
+    return pipe.cuts
+
+
+def test_cuts_are_measured_on_one_rank_for_all_copies() -> None:
+    assert run(4, measures) == [["downs.1"]] * 4
+
+
+def chooses(rank: int) -> Any:
+    pipe = distributed.pipeline(build("unet"), partitions=2, example=unet_batch(2))
+    given: dict[str, Any] = unet_batch(8)
+    loss = pipe.forward_backward(**given, loss_fn=MODELS["unet"][3])
+    return pipe.cuts, loss
+
+
+def test_measured_cuts_are_the_same_on_all_ranks() -> None:
+    plain = MODELS["unet"][3](build("unet")(**unet_batch(8)), None)
+    (cuts, _), (others, _) = found = run(2, chooses, seconds=50)
+    assert cuts == others and len(cuts) == 1
+    for _, loss in found:
+        torch.testing.assert_close(loss, plain.detach())
+
+
+def everywhere(rank: int, differs: str) -> str:
+    pipe = distributed.pipeline(
+        build("tied"), ["blocks.2"], example=tied_batch(2), chunks=2, inputs="everywhere"
+    )
+    given: dict[str, Any] = tied_batch(4)
+    if rank and differs == "values":
+        given["ids"] = given["ids"].roll(1, 0)
+    if rank and differs == "lengths":
+        given = tied_batch(4, 6)
+    with pytest.raises(ValueError) as caught:
+        pipe.forward_backward(**given, loss_fn=loss_in_output)
+    same: dict[str, Any] = tied_batch(4)
+    pipe.forward_backward(**same, loss_fn=loss_in_output)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("differs", ["values", "lengths"])
+def test_arguments_that_differ_between_ranks_are_refused(differs: str) -> None:
+    assert all("the same arguments" in text for text in run(2, everywhere, differs))
+
+
+def target_with_graph(rank: int) -> Tensor | None:
+    x, weight = torch.ones(4, 4), torch.ones(4, requires_grad=True)
+    torch.manual_seed(0)
+    pipe = distributed.pipeline(Chain(lambda *a: a[2]), ["b"], example=x, chunks=2)
+    pipe.forward_backward(x, target=x * weight * weight, loss_fn=F.mse_loss)
+    return weight.grad
+
+
+def test_a_target_with_a_graph_gets_its_gradient() -> None:
+    torch.manual_seed(0)
+    x, weight = torch.ones(4, 4), torch.ones(4, requires_grad=True)
+    torch.autograd.backward(F.mse_loss(Chain(lambda *a: a[2])(x), x * weight * weight))
+    first, second = run(2, target_with_graph)
+    assert first is None
+    torch.testing.assert_close(second, weight.grad)
+
+
 def test_empty_parameters_that_layers_share_stay_one_and_other_threads_get_real_ones() -> None:
     weight = nn.Parameter(torch.ones(2, 2))
     with distributed.empty_parameters(), distributed.empty_parameters():
@@ -331,6 +485,151 @@ def with_cache(rank: int) -> str:
 def test_a_cache_that_layers_fill_is_refused() -> None:
     pytest.importorskip("transformers")
     assert all("use_cache=False" in text for text in run(2, with_cache, seconds=50))
+
+
+# Records ------------------------------------------------------------------------------------------
+
+
+class Lengths(nn.Module):
+    """Own code that takes as many events as there are columns; an early tensor is used at last."""
+
+    def __init__(self, looping: bool) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(1, 1), nn.Linear(1, 1), nn.Linear(1, 1)
+        self.looping = looping
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x[..., None])
+        for _ in range(x.shape[1] if self.looping else 2):
+            h = h * 0.9
+        extra = h + 1
+        y: Tensor = self.c(self.b(h) * x[..., None]) + extra
+        return y.mean(1)
+
+
+def lengths(rank: int, looping: bool) -> list[Any]:
+    """Steps of several lengths: the losses, the recordings so far, and the bytes that crossed."""
+    torch.manual_seed(0)
+    recordings, names = list[int](), list[int]()
+    record = replay_model.ReplayModel._recording
+    leave = Replay._go_on_to
+
+    def recording(self: Any, *args: Any) -> Any:
+        recordings.append(1)
+        return record(self, *args)
+
+    def going_on(self: Any, begins: int) -> None:
+        try:
+            leave(self, begins)
+        finally:
+            names.append(len(self.header.names))
+
+    # Of this process alone.
+    setattr(replay_model.ReplayModel, "_recording", recording)  # noqa: B010
+    setattr(Replay, "_go_on_to", going_on)  # noqa: B010
+    x = torch.ones(4, 2)
+    pipe = distributed.pipeline(Lengths(looping), ["b"], example=x, chunks=2)
+    found = []
+    for length in (2, 3, 4, 5, 5):
+        recordings.clear()
+        names.clear()
+        x = torch.arange(4.0 * length).reshape(4, length)
+        loss = pipe.forward_backward(x, target=torch.ones(4, 1), loss_fn=F.mse_loss)
+        found.append((loss, len(recordings), max(names)))
+    return found
+
+
+def test_a_record_of_two_lengths_serves_for_all_others() -> None:
+    torch.manual_seed(0)
+    plain = Lengths(False)
+    of_first, _ = both = run(2, lengths, False)
+    for found in both:
+        for (loss, _, _), length in zip(found, (2, 3, 4, 5, 5), strict=True):
+            y = plain(torch.arange(4.0 * length).reshape(4, length))
+            torch.testing.assert_close(loss, F.mse_loss(y, torch.ones(4, 1)).detach())
+        assert [recordings for _, recordings, _ in found] == [1, 1, 0, 0, 0]
+    assert {names for *_, names in of_first} == {2}
+
+
+def test_lengths_that_take_other_events_have_records_of_their_own() -> None:
+    torch.manual_seed(0)
+    plain = Lengths(True)
+    for found in run(2, lengths, True):
+        for (loss, _, _), length in zip(found, (2, 3, 4, 5, 5), strict=True):
+            y = plain(torch.arange(4.0 * length).reshape(4, length))
+            torch.testing.assert_close(loss, F.mse_loss(y, torch.ones(4, 1)).detach())
+        assert [recordings for _, recordings, _ in found] == [1, 1, 1, 1, 0]
+
+
+class Late(Lengths):
+    """Takes another way from four columns on."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x[..., None])
+        first = h * 2
+        if x.shape[1] > 3:
+            h = h * 0.5
+            first = h + 5
+        y: Tensor = self.c(self.b(h)) + first
+        return y.mean(1)
+
+
+def other_ways(rank: int) -> list[Tensor]:
+    torch.manual_seed(0)
+    pipe = distributed.pipeline(Late(False), ["b"], example=torch.ones(4, 2), chunks=2)
+    xs = [torch.arange(4.0 * length).reshape(4, length) for length in (2, 3, 4, 6)]
+    target = torch.ones(4, 1)
+    return [pipe.forward_backward(x, target=target, loss_fn=F.mse_loss) for x in xs]
+
+
+def test_where_a_record_does_not_fit_all_tensors_cross() -> None:
+    torch.manual_seed(0)
+    plain = Late(False)
+    for found in run(2, other_ways):
+        for loss, length in zip(found, (2, 3, 4, 6), strict=True):
+            y = plain(torch.arange(4.0 * length).reshape(4, length))
+            torch.testing.assert_close(loss, F.mse_loss(y, torch.ones(4, 1)).detach())
+
+
+def test_only_the_records_used_last_are_kept() -> None:
+    model = Chain(lambda *a: a[2])
+    cuts = replay_model.cuts_of(model, ["b"])
+    replayed = replay_model.ReplayModel(cuts, torch.device("cpu"), "shared")
+    record = Record([], [], None)
+    for k in range(200):
+        replayed._keep(k, record)
+        replayed._keep(0, record)
+    assert len(replayed.records) == replay_model.RECORDS and {0, 199} <= set(replayed.records)
+
+
+class ByValue(Lengths):
+    """Its last partition reads a value, so its records are made with values."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y * 2 if y.mean() > 1000 else y
+
+
+def copies_with_values(rank: int) -> Tensor:
+    """Two copies whose own code takes different numbers of events."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stages", "copies"))
+    torch.manual_seed(0)
+    pipe = distributed.pipeline(ByValue(True), ["b"], example=torch.ones(4, 2), mesh=mesh)
+    length = 2 if mesh.get_local_rank("copies") else 6
+    x = torch.arange(4.0 * length).reshape(4, length)
+    loss: Tensor = pipe.forward_backward(x, target=torch.ones(4, 1), loss_fn=F.mse_loss)
+    return loss
+
+
+def test_records_with_values_are_those_of_a_copy() -> None:
+    torch.manual_seed(0)
+    plain = ByValue(True)
+    for rank, loss in enumerate(run(4, copies_with_values)):
+        length = 2 if rank % 2 else 6
+        y = plain(torch.arange(4.0 * length).reshape(4, length))
+        torch.testing.assert_close(loss, F.mse_loss(y, torch.ones(4, 1)).detach())
 
 
 # What is refused ----------------------------------------------------------------------------------
@@ -412,6 +711,23 @@ def replaces_buffer(model: Any, x: Tensor, h: Tensor) -> Any:
     return h
 
 
+def keeps(model: Any, x: Tensor, h: Tensor) -> Any:
+    model.kept = getattr(model, "kept", None)
+    if model.kept is None:
+        model.kept = torch.ones_like(h)
+    return h + model.kept
+
+
+def keeps_in_dict(model: Any, x: Tensor, h: Tensor) -> Any:
+    table = model.__dict__.setdefault("table", {})
+    return h + table.setdefault(len(x), h * 2)
+
+
+def counts(model: Any, x: Tensor, h: Tensor) -> Any:
+    model.mean += 1
+    return h
+
+
 class Hidden:
     """What no pytree sees."""
 
@@ -436,7 +752,8 @@ REFUSED: list[tuple[Callable[..., Any], str]] = [
     (in_checkpoint, "torch.utils.checkpoint"), (appends, "changes an argument"),
     (changes_input, "changes one of its inputs"), (adds_to_buffer, "the buffer 'mean'"),
     (adds_to_part_of_buffer, "the buffer 'mean'"), (replaces_buffer, "the buffer 'mean'"),
-    (hides, "inside of a Hidden"),
+    (hides, "inside of a Hidden"), (keeps, "is kept in 'kept'"),
+    (keeps_in_dict, "is kept in 'table'"), (counts, "changes the buffer 'mean'"),
 ]  # fmt: skip
 
 
@@ -467,6 +784,80 @@ def refused(rank: int, between: Callable[..., Any]) -> str:
 def test_what_is_refused(between: Callable[..., Any], why: str) -> None:
     for text in run(2, refused, between):
         assert why in text
+
+
+class Output(nn.Module):
+    """Returns a tensor of the first partition, and reads a value, in the last one."""
+
+    def __init__(self, ends: Callable[[Tensor, Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        self.a, self.b, self.ends = nn.Linear(4, 4), nn.Linear(4, 4), ends
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.a(x)
+        return self.ends(x, h, self.b(h))
+
+
+def in_a_class(x: Tensor, h: Tensor, y: Tensor) -> Any:
+    return Hidden(h)
+
+
+def changes_late(x: Tensor, h: Tensor, y: Tensor) -> Any:
+    return y + x.add_(1) if y.mean() < 1000 else y
+
+
+def of_last(x: Tensor, h: Tensor, y: Tensor) -> Any:
+    return Hidden(y)
+
+
+def ends(rank: int, what: Callable[..., Any]) -> str:
+    torch.manual_seed(0)
+    x = torch.randn(4, 4)
+    before = x.clone()
+    loss_fn: Any = lambda y, _: (y.y if isinstance(y, Hidden) else y).mean()  # noqa: E731
+    try:
+        pipe = distributed.pipeline(Output(what), ["b"], example=x, chunks=2)
+        pipe.forward_backward(x, loss_fn=loss_fn)
+    except (distributed.ReplayError, distributed.RankError) as error:
+        return str(error)
+    finally:
+        assert torch.equal(x, before)
+    return "nothing was refused"
+
+
+@pytest.mark.parametrize(
+    "what, why", [(in_a_class, "the model returns a tensor inside of a Hidden"),
+                  (of_last, "nothing was refused"), (changes_late, "changes one of its inputs")],
+)  # fmt: skip
+def test_outputs_and_inputs_of_the_last_partition(what: Callable[..., Any], why: str) -> None:
+    assert all(why in text for text in run(2, ends, what))
+
+
+def checks_for_nan(rank: int) -> list[str]:
+    found, x = [], torch.ones(4, 4)
+    for passes in (False, True):
+        model = Chain(lambda *a: a[2])
+        seen = list[bool]()
+
+        def look(layer: nn.Module, args: Any, y: Tensor, passes: Any = passes) -> None:
+            if not (passes and y.is_meta):
+                seen.append(bool(y.isnan().any()))  # noqa: B023
+
+        pipe = distributed.pipeline(model, ["b"], example=x, chunks=2)
+        model.a.register_forward_hook(look)
+        try:
+            pipe.forward_backward(x, target=x, loss_fn=F.mse_loss)
+        except (distributed.ReplayError, distributed.RankError) as error:
+            found.append(str(error))
+        else:
+            found.append(f"{len(seen)}")
+    return found
+
+
+def test_a_hook_that_reads_values_must_pass_over_placeholders() -> None:
+    first, second = run(2, checks_for_nan)
+    assert all("a hook of the layer 'a' fails" in text for text in (first[0], second[0]))
+    assert int(first[1]) >= 2 and second[1] == "0"
 
 
 class InPlace(nn.Module):
@@ -651,6 +1042,38 @@ def test_a_rank_that_raises_tells_all_and_the_next_step_works(where: str, failin
     plain = build("tied")(**tied_batch(8))["loss"].detach()
     for *_, loss in found:
         torch.testing.assert_close(loss, plain)
+
+
+class Unreadable:
+    """An argument that the second rank cannot unpickle."""
+
+    def __reduce__(self) -> Any:
+        return _unreadable, ()
+
+
+def _unreadable() -> Any:
+    if dist.get_rank() == 1:
+        raise Fault("unpickled")
+    return Unreadable()
+
+
+class Taking(Tied):
+    def forward(self, ids: Tensor, labels: Tensor | None = None, extra: Any = None) -> Any:
+        return super().forward(ids, labels)
+
+
+def argument_fails(rank: int) -> list[str]:
+    pipe = distributed.pipeline(Taking(), ["blocks.2"], example=tied_batch(2), chunks=2)
+    given: dict[str, Any] = tied_batch(4)
+    with pytest.raises((Fault, distributed.RankError)) as caught:
+        pipe.forward_backward(**given, extra=Unreadable(), loss_fn=loss_in_output)
+    pipe.forward_backward(**given, loss_fn=loss_in_output)
+    return [type(caught.value).__name__, str(caught.value)]
+
+
+def test_an_argument_that_a_rank_cannot_read() -> None:
+    first, second = run(2, argument_fails)
+    assert first[0] == "RankError" and second[0] == "Fault" and "unpickled" in first[1]
 
 
 @pytest.mark.parametrize("failing", [0, 1])
