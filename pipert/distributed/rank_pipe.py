@@ -7,26 +7,32 @@ groups. This package adapts a model to it, so that values, losses and state keys
 
 from __future__ import annotations
 
+import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from pipert._torch import refuse_unsupported
 from pipert._typing import Device, Value
 from pipert.distributed.rank_agreement import Site
-from pipert.distributed.rank_gradients import check_tied, norm_of_all, tie
-from pipert.distributed.rank_parts import RankParts, check_settings, parts_of
+from pipert.distributed.rank_gradients import SharedParameters, check_tied, norm_of_all, tie
+from pipert.distributed.rank_partition import StageModule
 from pipert.distributed.rank_reports import Call, RankSettings
-from pipert.distributed.rank_run import RankRuntime
+from pipert.distributed.rank_run import RankParts, RankRuntime
 from pipert.distributed.rank_timeline import record
+from pipert.distributed.torch_schedules import check_schedule, ranks_of
 from pipert.layers.batchnorm import check_batch_norm
-from pipert.model.settings import check_chunks
-from pipert.model.split import check_balance, check_module, require_balance
+from pipert.layers.place import last_layer
+from pipert.model.settings import check_checkpoint, check_chunks
+from pipert.model.split import check_balance, check_module, require_balance, sequential, split
 from pipert.observe.event import Observer
-from pipert.skip.routes import verify_skippables
+from pipert.skip.routes import routes_along, verify_skippables
 from pipert.stage.loss import LossFunction
 from pipert.status import Statistics
 from pipert.timeline.timeline import Timeline
@@ -262,3 +268,67 @@ class Pipe(RankPipe):
                 "replace those of the Sequential, on all ranks, and make a new pipe"
             )
         super().__setattr__(name, value)
+
+
+def check_settings(
+    chunks: int, schedule: str, checkpoint: str | None, deferred: bool | None, n: int, ranks: int
+) -> RankSettings:
+    """Check the settings of a pipe with ``n`` partitions, and fill in defaults."""
+    default = "except_last" if schedule == "gpipe" else "never"
+    chosen = check_checkpoint(checkpoint) or default
+    name = check_schedule(schedule, n, ranks, chosen)
+    return RankSettings(check_chunks(chunks), chosen, name, bool(deferred))
+
+
+def parts_of(
+    module: nn.Sequential,
+    balance: list[int],
+    schedule: str,
+    ranks: list[int],
+    device: torch.device,
+) -> RankParts:
+    """Split a model, and move only this rank's partitions to its device."""
+    refuse_unsupported()
+    counts = Counter(p for home in module.modules() for p in home._parameters.values())
+    if any(count > 1 and p is not None and p.is_meta for p, count in counts.items()):
+        raise ValueError(
+            "parameters that several layers share cannot be on the meta device, where each layer "
+            "would get others; build the model on CPU"
+        )
+    partitions = split(module, balance)
+    placement = ranks_of(schedule, len(balance), len(ranks))
+    uses: dict[nn.Parameter, set[int]] = {}
+    for j, partition in enumerate(partitions):
+        for parameter in partition.parameters():
+            uses.setdefault(parameter, set()).add(j)
+    shared = shared_of(uses, placement, ranks)
+    me = ranks.index(dist.get_rank())
+    own = [(j, part) for j, part in enumerate(partitions) if placement[j] == me]
+    modules = {j: _placed(part, device) for j, part in own}
+    before = ["", *map(last_layer, partitions)]
+    skips = routes_along(partitions)
+    return RankParts(None, placement, modules, skips, before, shared, layout_of(module))
+
+
+def shared_of(
+    uses: Mapping[nn.Parameter, Iterable[int]], placement: list[int], ranks: list[int]
+) -> SharedParameters:
+    """Return the parameters whose partitions are on several ranks, from those that use each."""
+    having = [(p, sorted({ranks[placement[j]] for j in used})) for p, used in uses.items()]
+    return [pair for pair in having if len(pair[1]) > 1]
+
+
+def layout_of(module: nn.Module) -> int:
+    """Return a checksum of the names, shapes and dtypes of all parameters."""
+    shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in module.named_parameters()]
+    return zlib.crc32(str(shapes).encode())
+
+
+def _placed(partition: nn.Sequential, device: torch.device) -> Any:
+    def place(tensor: Tensor) -> Tensor:
+        on_meta = tensor.is_meta
+        return torch.empty_like(tensor, device=device) if on_meta else tensor.to(device)
+
+    partition._apply(place)  # type: ignore[no-untyped-call]
+    module: Any = sequential(partition._modules, partition.training, StageModule)
+    return module

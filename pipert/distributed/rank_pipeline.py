@@ -17,8 +17,8 @@ from pipert.batch.microbatch import Arguments, arguments_of
 from pipert.distributed.rank_agreement import Site
 from pipert.distributed.rank_parameters import Load, materialise, own_tree, stage_modules
 from pipert.distributed.rank_partition import StageModule, moved
-from pipert.distributed.rank_parts import RankParts, check_settings, layout_of, shared_of
-from pipert.distributed.rank_pipe import RankPipe, Wrap
+from pipert.distributed.rank_pipe import RankPipe, Wrap, check_settings, layout_of, shared_of
+from pipert.distributed.rank_run import RankParts
 from pipert.distributed.replay_model import ReplayModel, cuts_of
 from pipert.distributed.torch_schedules import ranks_of
 from pipert.layers.batchnorm import check_batch_norm

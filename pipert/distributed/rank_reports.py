@@ -19,14 +19,7 @@ from pipert.distributed.rank_boundary import Arrived, pack, transfers
 from pipert.layers.compiling import refuse_compilation
 from pipert.layers.modules import compute_cached
 from pipert.layers.random_numbers import next_seed
-from pipert.stage.loss import (
-    Loss,
-    LossFunction,
-    check_step,
-    denominator_of,
-    loss_of,
-    scale_of,
-)
+from pipert.stage.loss import Loss, LossFunction, check_step, denominator_of, loss_of, scale_of
 from pipert.workers.context import refuse_transforms
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,11 +22,22 @@ from pipert._typing import Value
 from pipert.batch.joining import gather
 from pipert.batch.tensors import differentiable
 from pipert.distributed.rank_agreement import RankError, Site
-from pipert.distributed.rank_gradients import EarlierGradients, TiedParameter, sum_tied
-from pipert.distributed.rank_partition import Compute, RankBatch, RankPartition, compute_chain
-from pipert.distributed.rank_parts import RankParts
+from pipert.distributed.rank_gradients import (
+    EarlierGradients,
+    SharedParameters,
+    TiedParameter,
+    sum_tied,
+)
+from pipert.distributed.rank_partition import (
+    Compute,
+    RankBatch,
+    RankPartition,
+    StageModule,
+    compute_chain,
+)
 from pipert.distributed.rank_reports import Call, RankSettings, check, prepare, share
 from pipert.distributed.rank_stage import RankStage
+from pipert.distributed.replay_model import ReplayModel
 from pipert.distributed.torch_schedules import make_schedule
 from pipert.layers.batchnorm import DeferredStats
 from pipert.layers.call import Layers, RandomLayers
@@ -37,12 +48,30 @@ from pipert.layers.random_numbers import RunSeed
 from pipert.observe.notifier import Counters
 from pipert.schedules.plan import plan, plan_call, recomputed
 from pipert.skip import store
+from pipert.skip.routes import PartitionSkips
 from pipert.stage.step import without_grad
 from pipert.stage.step_boundary import leaf_inputs
 from pipert.workers.context import CallerContext
 
 Prepared = tuple[Any, list[tuple[RankStage, RankPartition]]]
 """torch's schedule, and the stages with what they compute."""
+
+
+class RankParts(NamedTuple):
+    """A model split into partitions, with this rank's on their device."""
+
+    replayed: ReplayModel | None
+    """What replays the model's own forward; ``None`` for an ``nn.Sequential``."""
+    placement: list[int]
+    """For each partition, the index of its rank within the pipeline."""
+    modules: dict[int, StageModule]
+    """This rank's partitions, by number."""
+    skips: Sequence[PartitionSkips]
+    before: Sequence[str]
+    """For each partition, the description of the layer before it, for errors."""
+    shared: SharedParameters
+    layout: int
+    """A checksum of the names, shapes and dtypes of all the model's parameters."""
 
 
 @dataclass(eq=False)
