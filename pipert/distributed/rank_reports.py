@@ -48,10 +48,8 @@ class Call(NamedTuple):
 
     def split(self, chunks: int) -> tuple[list[Value], Sequence[int]]:
         """Return the inputs of the micro-batches, and the number of rows in each."""
-        if self.microbatches is None:
-            return scatter_with_sizes(self.args, self.kwargs, chunks)
         batch = batch_of_step(self.args, self.kwargs, None, chunks, self.microbatches, True)
-        return batch.inputs, [1] * len(batch.inputs)
+        return batch.inputs, batch.sizes or [1] * len(batch.inputs)
 
     def split_target(self, chunks: int) -> tuple[Sequence[Value], Sequence[int]]:
         """Return likewise the target; without numbers if it is the same for all micro-batches."""

@@ -117,9 +117,10 @@ class RankStage(PipelineStage):
         ys: Any = self.forward_maybe_with_nosync(*xs)  # type: ignore[no-untyped-call]
         ys = ys if isinstance(ys, tuple) else (ys,)
         kept.ys = tuple([y for y in ys if y.requires_grad])
-        if self._pack is not None:
+        packing, self._pack = self._pack, None
+        if packing is not None:
             try:
-                kept.header, kept.tensors = self._pack(ys)
+                kept.header, kept.tensors = packing(ys)
             except Exception as error:  # such as what pickle does not take
                 self._fail(error, Action(FORWARD, i, self.stage_index))
         if not self.has_backward:
@@ -136,7 +137,7 @@ class RankStage(PipelineStage):
 
         After a failure, return a zero.
         """
-        batch, i, ys, self._pack = self._batch, self._i, None, None
+        batch, i, ys = self._batch, self._i, None
         if not batch.is_failed:
             run = batch.context.variables.copy().run
             ys = run(self._carry_out, FORWARD, i, batch.is_sharded, self._compute, i, tensors)
@@ -233,7 +234,7 @@ class RankStage(PipelineStage):
                 ends, dys = (loss,), [batch.loss.gradient_of(i, loss.detach())]
             elif kept.header == FAILED:
                 ends, dys = (self._zero(ends),), [None]
-            # A wrapper would not see the second half.
+            # A wrapper would not see the second half of a split one.
             if full_backward or self._is_wrapped or batch.is_sharded:
                 # torch also counts second halves, which there are none of.
                 is_last = last_backward or self._backwards == len(batch.sizes)
