@@ -7,6 +7,7 @@ on CPU so that no device waits for it. If one rank reports a failure, all raise.
 
 from __future__ import annotations
 
+import os
 import pickle
 import sys
 import traceback
@@ -17,14 +18,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from pipert._typing import Device
 from pipert.errors import PipertError
 from pipert.schedules.action import FORWARD, Action
 
 __all__ = ["RankError"]
-
-_SIZE = 4096  # bytes of a first message; what it has no room for is in a second one
-_HEAD = 8  # of these hold the size of the data
 
 
 class RankError(PipertError):
@@ -138,44 +138,79 @@ class Agreement:
         return reports[self.ranks.index(rank)]
 
     def _gather(self, own: Any) -> list[Any]:
-        """Gather an object from each rank: short ones in one collective, and without NumPy."""
+        """Gather an object from each rank, as ``all_gather_object`` does, but without NumPy."""
         data = pickle.dumps(own)
-        message = len(data).to_bytes(_HEAD) + data
-        size = _SIZE
-        while True:
-            arrived = [bytearray(size) for _ in self.ranks]
-            sent = _tensor(message[:size].ljust(size))
-            dist.all_gather(list(map(_tensor, arrived)), sent, group=self._group)
-            sizes = [_HEAD + int.from_bytes(one[:_HEAD]) for one in arrived]
-            if max(sizes) <= size:
-                break
-            size = max(sizes)
-        return [pickle.loads(one[_HEAD:end]) for one, end in zip(arrived, sizes, strict=True)]
+        sizes = [torch.empty(1, dtype=torch.int64) for _ in self.ranks]
+        dist.all_gather(sizes, torch.tensor([len(data)]), self._group)
+        longest = max(map(int, sizes))
+        found = [bytearray(longest) for _ in self.ranks]
+        dist.all_gather(list(map(_tensor, found)), _tensor(data.ljust(longest)), self._group)
+        return list(map(pickle.loads, found))  # which ignores what is behind an object
 
-    def send(self, data: bytes, rank: int, tag: int) -> list[dist.Work]:
-        """Send bytes to one rank, which receives them by the same ``tag``; do not wait for it."""
-        message = len(data).to_bytes(_HEAD) + data
-        parts = message[:_SIZE].ljust(_SIZE), message[_SIZE:]
-        sent = [dist.isend(_tensor(part), rank, self._group, tag) for part in parts if part]
-        return [work for work in sent if work is not None]
+    def send(self, data: bytes, rank: int) -> list[dist.Work | None]:
+        """Send bytes to one rank, which receives them in the order of sending; do not wait."""
+        parts = torch.tensor([len(data)]), _tensor(data)
+        return [dist.isend(part, rank, self._group) for part in parts]
 
-    def receive(self, rank: int, tag: int) -> bytes:
+    def receive(self, rank: int) -> bytes:
         """Receive the bytes that a rank sends."""
-        first = bytearray(_SIZE)
-        dist.recv(_tensor(first), rank, self._group, tag)
-        end = _HEAD + int.from_bytes(first[:_HEAD])
-        rest = bytearray(max(0, end - _SIZE))
-        if rest:
-            dist.recv(_tensor(rest), rank, self._group, tag)
-        return bytes(first + rest)[_HEAD:end]
+        size = torch.empty(1, dtype=torch.int64)
+        dist.recv(size, rank, self._group)
+        data = bytearray(int(size))
+        dist.recv(_tensor(data), rank, self._group)
+        return bytes(data)
 
     def __repr__(self) -> str:
         return f"<Agreement of ranks {self.ranks}>"
 
 
-def _tensor(message: bytes | bytearray) -> Tensor:
-    """Return a tensor that shares the memory of a message that can be written to."""
-    writable = message if isinstance(message, bytearray) else bytearray(message)
+class Site:
+    """The ranks that train a model, and this rank's place among them. Made by all of them together.
+
+    Raises:
+        RuntimeError: there is no process group.
+        ValueError: the mesh has more than two dimensions.
+    """
+
+    def __init__(self, mesh: DeviceMesh | None, device: Device | None) -> None:
+        if not dist.is_initialized():
+            raise RuntimeError(
+                "there is no process group; start with torchrun and call "
+                "torch.distributed.init_process_group() first"
+            )
+        if mesh is None:
+            device_type = "cuda" if dist.get_backend() == "nccl" else "cpu"
+            mesh = init_device_mesh(device_type, (dist.get_world_size(),))
+        if mesh.ndim > 2:
+            raise ValueError(
+                f"mesh must have one dimension, or two: the pipeline's and the data-parallel one's;"
+                f" got {mesh}"
+            )
+        self.group = mesh.get_group(0)
+        """The ranks of this pipeline."""
+        _, *self.replica = mesh.get_coordinate() or ()
+        """The number of this pipeline among data-parallel ones, if there are any."""
+        self.agreement = Agreement(mesh.mesh.flatten().tolist())
+        self.ranks = dist.get_process_group_ranks(self.group)
+        with self.agreement.agreeing():
+            self.device = _device_of(mesh, device)
+        self.homes: Sequence[int] = ()
+        """The rank of each partition, once that is known."""
+
+
+def _device_of(mesh: DeviceMesh, device: Device | None) -> torch.device:
+    """Return this rank's device: the one given, or else the default for the mesh."""
+    if device is not None:
+        return torch.device(device)
+    if mesh.device_type != "cuda":
+        return torch.device(mesh.device_type)
+    number = os.environ.get("LOCAL_RANK")
+    return torch.device("cuda", torch.cuda.current_device() if number is None else int(number))
+
+
+def _tensor(data: bytes | bytearray) -> Tensor:
+    """Return a tensor of bytes, which shares the memory of a ``bytearray``."""
+    writable = data if isinstance(data, bytearray) else bytearray(data)
     return torch.frombuffer(writable, dtype=torch.uint8)
 
 

@@ -36,10 +36,8 @@ class Parcel(NamedTuple):
     """Its tensors, dense and without a graph."""
 
 
-FAILED = Parcel(b"failed", ())
-"""What a partition sends after a failure."""
-SENT = Parcel(b"sent", ())
-"""In the place of a parcel that was sent."""
+FAILED = b"failed"
+"""The header that a partition sends after a failure."""
 
 
 def pack(value: Value, handed_on: Shared) -> Parcel:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import reduce
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
+from pipert.distributed.rank_agreement import Site
 from pipert.distributed.rank_boundary import transfers
-from pipert.distributed.rank_reports import Site
 
 SharedParameters = list[tuple[nn.Parameter, list[int]]]
 """Each parameter that several ranks have, with these ranks."""
@@ -44,10 +44,9 @@ def tie(shared: SharedParameters, site: Site) -> list[TiedParameter]:
     numbered = [TiedParameter(*pair, number) for number, pair in enumerate(shared)]
     tied = [one for one in numbered if dist.get_rank() in one.ranks]
     with site.agreement.talking():
-        for one in tied:
-            values = one.parameter.detach().contiguous()
-            _send_from_first(values, one.ranks, site.group)
-            one.parameter.detach().copy_(values)
+        for parameter, ranks, _ in tied:
+            values = parameter.detach()
+            values.copy_(_exchange(values.contiguous(), ranks, site.group)[0])
     return tied
 
 
@@ -92,36 +91,30 @@ class EarlierGradients:
                 parameter.grad = before if new is None else before.add_(new)
 
 
-def sum_tied(tied: Sequence[TiedParameter], site: Site) -> None:
+def sum_tied(tied: Sequence[TiedParameter], group: dist.ProcessGroup) -> None:
     """Give all copies of each shared parameter the sum of their gradients."""
     for parameter, ranks, _ in tied:
-        if not parameter.requires_grad:
-            continue
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        total = parameter.grad.to_dense().contiguous()  # it may be sparse on some ranks alone
-        if ranks[0] == dist.get_rank():
-            for rank in ranks[1:]:
-                part = torch.empty_like(total)
-                _exchange(dist.irecv, part, rank, site.group)
-                total = total + part
-        else:
-            _exchange(dist.isend, total, ranks[0], site.group)
-        _send_from_first(total, ranks, site.group)
-        parameter.grad = total
+        if parameter.requires_grad:
+            grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            dense = grad.to_dense().contiguous()  # it may be sparse on some ranks alone
+            parameter.grad = reduce(torch.add, _exchange(dense, ranks, group))
 
 
-def _send_from_first(tensor: Tensor, ranks: Sequence[int], group: dist.ProcessGroup) -> None:
-    first, *others = ranks
-    if first != dist.get_rank():
-        _exchange(dist.irecv, tensor, first, group)
-    for rank in others if first == dist.get_rank() else ():
-        _exchange(dist.isend, tensor, rank, group)
+def _exchange(tensor: Tensor, ranks: Sequence[int], group: dist.ProcessGroup) -> list[Tensor]:
+    """Return the tensors of all these ranks, in the same order on each.
 
-
-def _exchange(operation: Any, tensor: Tensor, rank: int, group: dist.ProcessGroup) -> None:
-    for work in dist.batch_isend_irecv(transfers(operation, [tensor], rank, group)):
+    By no collective: the groups for it would take all ranks of the world to make.
+    """
+    is_own = [rank == dist.get_rank() for rank in ranks]
+    parts = [tensor if own else torch.empty_like(tensor) for own in is_own]
+    operations = []
+    for rank, part, own in zip(ranks, parts, is_own, strict=True):
+        if not own:
+            operations += transfers(dist.isend, [tensor], rank, group)
+            operations += transfers(dist.irecv, [part], rank, group)
+    for work in dist.batch_isend_irecv(operations):
         work.wait()
+    return parts
 
 
 def norm_of_all(grads: Sequence[Tensor], norm_type: float, site: Site) -> Tensor:

@@ -2,81 +2,32 @@
 
 from __future__ import annotations
 
-import os
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pipert._torch import refuse_unsupported
-from pipert._typing import Device
-from pipert.distributed.rank_agreement import Agreement
 from pipert.distributed.rank_gradients import SharedParameters
-from pipert.distributed.rank_partition import ChainComputing, Computing, RankBatch, StageModule
-from pipert.distributed.rank_reports import RankSettings, Site
+from pipert.distributed.rank_partition import StageModule
+from pipert.distributed.rank_reports import RankSettings
+from pipert.distributed.replay_model import ReplayModel
 from pipert.distributed.torch_schedules import check_schedule, ranks_of
-from pipert.layers.call import Layers
-from pipert.layers.place import Place, last_layer
+from pipert.layers.place import last_layer
 from pipert.model.settings import check_checkpoint, check_chunks
 from pipert.model.split import sequential, split
 from pipert.skip.routes import PartitionSkips, routes_along
-from pipert.workers.context import NOTHING
-
-
-class Model(Protocol):
-    """A kind of model: how its partitions get their inputs and are computed."""
-
-    @property
-    def inputs(self) -> str:
-        """Whose arguments count: ``'first'``, the first rank's, which alone needs them;
-        ``'shared'``, the first rank's, which all others need, too; ``'everywhere'``."""
-
-    def prepare(self, batch: RankBatch) -> Sequence[int]:
-        """Prepare for a mini-batch; return the micro-batches that take a forward to prepare for."""
-
-    def note(self, batch: RankBatch, i: int, seen: Sequence[list[Any]]) -> None:
-        """Take what all ranks have seen in the forward of such a micro-batch."""
-
-    def unchanged(self) -> AbstractContextManager[object]:
-        """Return a block for that forward, which leaves buffers as they are."""
-
-    def computing(self, place: Place, layers: Layers, batch: RankBatch) -> Computing:
-        """Return what computes a partition in a mini-batch."""
-
-
-class Chain(NamedTuple):
-    """An ``nn.Sequential``."""
-
-    skips: Sequence[PartitionSkips]
-    """By partition."""
-    inputs: str = "first"
-
-    def prepare(self, batch: RankBatch) -> Sequence[int]:
-        """Do nothing: what a layer returns goes to the next one."""
-        return ()
-
-    def note(self, batch: RankBatch, i: int, seen: Sequence[list[Any]]) -> None:
-        """Do nothing."""
-
-    def unchanged(self) -> AbstractContextManager[object]:
-        """Return a block that does nothing."""
-        return NOTHING
-
-    def computing(self, place: Place, layers: Layers, batch: RankBatch) -> Computing:
-        """Return what computes a partition in a mini-batch."""
-        return ChainComputing(layers, self.skips[place.j], batch.recomputed)
 
 
 class RankParts(NamedTuple):
     """A model split into partitions, with this rank's on their device."""
 
-    model: Model
+    replayed: ReplayModel | None
+    """What replays the model's own forward; ``None`` for an ``nn.Sequential``."""
     placement: list[int]
     """For each partition, the index of its rank within the pipeline."""
     modules: dict[int, StageModule]
@@ -90,44 +41,6 @@ class RankParts(NamedTuple):
     """A checksum of the names, shapes and dtypes of all the model's parameters."""
 
 
-class Where:
-    """The ranks that train a model, and this rank's device. Made by all of them together.
-
-    Raises:
-        RuntimeError: there is no process group.
-        ValueError: the mesh has more than two dimensions.
-    """
-
-    def __init__(self, mesh: DeviceMesh | None, device: Device | None) -> None:
-        if not dist.is_initialized():
-            raise RuntimeError(
-                "there is no process group; start with torchrun and call "
-                "torch.distributed.init_process_group() first"
-            )
-        if mesh is None:
-            device_type = "cuda" if dist.get_backend() == "nccl" else "cpu"
-            mesh = init_device_mesh(device_type, (dist.get_world_size(),))
-        if mesh.ndim > 2:
-            raise ValueError(
-                f"mesh must have one dimension, or two: the pipeline's and the data-parallel one's;"
-                f" got {mesh}"
-            )
-        self._mesh, self._group = mesh, mesh.get_group(0)
-        self.agreement = Agreement(mesh.mesh.flatten().tolist())
-        self.ranks = dist.get_process_group_ranks(self._group)
-        """Those of this pipeline."""
-        with self.agreement.agreeing():
-            self.device = _device_of(mesh, device)
-
-    def site(self, placement: Sequence[int]) -> Site:
-        """Return the place of this rank among those that have the partitions."""
-        ranks, index = self.ranks, self.agreement.ranks.index
-        replicas = self._mesh.mesh.reshape(len(ranks), -1).T.sort().values.tolist()
-        ends = [(index(each[placement[0]]), index(each[placement[-1]])) for each in replicas]
-        homes = [ranks[k] for k in placement]
-        return Site(self.agreement, self._group, homes, ends, self.device)
-
-
 def check_settings(
     chunks: int, schedule: str, checkpoint: str | None, deferred: bool | None, n: int, ranks: int
 ) -> RankSettings:
@@ -136,16 +49,6 @@ def check_settings(
     chosen = check_checkpoint(checkpoint) or default
     name = check_schedule(schedule, n, ranks, chosen)
     return RankSettings(check_chunks(chunks), chosen, name, bool(deferred))
-
-
-def _device_of(mesh: DeviceMesh, device: Device | None) -> torch.device:
-    """Return this rank's device: the one given, or else the default for the mesh."""
-    if device is not None:
-        return torch.device(device)
-    if mesh.device_type != "cuda":
-        return torch.device(mesh.device_type)
-    number = os.environ.get("LOCAL_RANK")
-    return torch.device("cuda", torch.cuda.current_device() if number is None else int(number))
 
 
 def parts_of(
@@ -175,8 +78,7 @@ def parts_of(
     modules = {j: _placed(part, device) for j, part in own}
     before = ["", *map(last_layer, partitions)]
     skips = routes_along(partitions)
-    chain = Chain(skips)
-    return RankParts(chain, placement, modules, skips, before, shared, layout_of(module))
+    return RankParts(None, placement, modules, skips, before, shared, layout_of(module))
 
 
 def shared_of(
@@ -193,12 +95,11 @@ def layout_of(module: nn.Module) -> int:
     return zlib.crc32(str(shapes).encode())
 
 
-def _placed(partition: nn.Sequential, device: torch.device) -> StageModule:
+def _placed(partition: nn.Sequential, device: torch.device) -> Any:
     def place(tensor: Tensor) -> Tensor:
         on_meta = tensor.is_meta
         return torch.empty_like(tensor, device=device) if on_meta else tensor.to(device)
 
     partition._apply(place)  # type: ignore[no-untyped-call]
-    module = sequential(partition._modules, partition.training, StageModule)
-    assert isinstance(module, StageModule)
+    module: Any = sequential(partition._modules, partition.training, StageModule)
     return module

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from pipert._typing import Device, Value
+from pipert.distributed.rank_agreement import Site
 from pipert.distributed.rank_gradients import check_tied, norm_of_all, tie
-from pipert.distributed.rank_parts import RankParts, Where, check_settings, parts_of
-from pipert.distributed.rank_reports import CallArguments, RankSettings, StepArguments
+from pipert.distributed.rank_parts import RankParts, check_settings, parts_of
+from pipert.distributed.rank_reports import Call, RankSettings
 from pipert.distributed.rank_run import RankRuntime
 from pipert.distributed.rank_timeline import record
 from pipert.layers.batchnorm import check_batch_norm
@@ -43,9 +44,9 @@ class RankPipe(nn.Module):
     _elsewhere: set[str]
     """The keys of the plain module's state that other ranks have."""
 
-    def _begin(self, where: Where, parts: RankParts, wrap: Wrap | None) -> None:
+    def _begin(self, site: Site, parts: RankParts, wrap: Wrap | None) -> None:
         """Tie the weights that ranks share, wrap the partitions, and make the runtime."""
-        site = where.site(parts.placement)
+        site.homes = [site.ranks[k] for k in parts.placement]
         tied = tie(parts.shared, site)
         with site.agreement.agreeing():
             wrapped = {j: wrap and wrap(part) or part for j, part in parts.modules.items()}
@@ -77,7 +78,7 @@ class RankPipe(nn.Module):
         """
         # Under inference_mode, tensors that cross would have no version.
         with torch.inference_mode(False), torch.no_grad():
-            return self._runtime.run(CallArguments(args, kwargs, None), self._settings, None)[1]
+            return self._runtime.run(Call(args, kwargs), self._settings)[1]
 
     def forward_backward(
         self,
@@ -113,9 +114,9 @@ class RankPipe(nn.Module):
             RankError: another rank failed.
             Exception: as :meth:`pipert.Pipe.forward_backward`.
         """
-        step = StepArguments(loss_fn, target, reduction, denominator, loss_scale, return_outputs)
-        arguments = CallArguments(args, kwargs, microbatches)
-        loss, outputs = self._runtime.run(arguments, self._settings, step)
+        how = loss_fn, target, reduction, denominator, loss_scale, return_outputs
+        call = Call(args, kwargs, microbatches, True, *how)
+        loss, outputs = self._runtime.run(call, self._settings)
         return (loss, outputs) if return_outputs else loss
 
     def record(self) -> AbstractContextManager[Timeline]:
@@ -231,23 +232,23 @@ class Pipe(RankPipe):
         wrap: Wrap | None = None,
     ) -> None:
         super().__init__()
-        where = Where(mesh, device)
-        with where.agreement.agreeing() as layouts:
+        site = Site(mesh, device)
+        with site.agreement.agreeing() as layouts:
             check_module(module)
             verify_skippables(module)
             balance = require_balance(balance)
             check_balance(module, balance)
             check_batch_norm(module, deferred_batch_norm, stacklevel=3)
             given = chunks, schedule, checkpoint, deferred_batch_norm
-            self._settings = check_settings(*given, len(balance), len(where.ranks))
-            parts = parts_of(module, balance, self._settings.schedule, where.ranks, where.device)
+            self._settings = check_settings(*given, len(balance), len(site.ranks))
+            parts = parts_of(module, balance, self._settings.schedule, site.ranks, site.device)
             layouts.append((balance, self._settings, parts.layout))
-        where.agreement.require_same("arguments and layers", layouts)
+        site.agreement.require_same("arguments and layers", layouts)
         for part in parts.modules.values():
             self._modules.update(part._modules)
         self.training = module.training
         self._elsewhere = module.state_dict().keys() - self.state_dict().keys()
-        self._begin(where, parts, wrap)
+        self._begin(site, parts, wrap)
 
     @property
     def partitions(self) -> tuple[nn.Sequential, ...]:

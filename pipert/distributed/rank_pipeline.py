@@ -14,9 +14,10 @@ from torch.distributed.fsdp import FSDPModule
 from pipert._typing import Device
 from pipert.balance.by_calls import choose_cuts
 from pipert.batch.microbatch import Arguments, arguments_of
+from pipert.distributed.rank_agreement import Site
 from pipert.distributed.rank_parameters import Load, materialise, own_tree, stage_modules
 from pipert.distributed.rank_partition import StageModule, moved
-from pipert.distributed.rank_parts import RankParts, Where, check_settings, layout_of, shared_of
+from pipert.distributed.rank_parts import RankParts, check_settings, layout_of, shared_of
 from pipert.distributed.rank_pipe import RankPipe, Wrap
 from pipert.distributed.replay_model import ReplayModel, cuts_of
 from pipert.distributed.torch_schedules import ranks_of
@@ -79,7 +80,7 @@ def pipeline(
         ReplayError: the model's own code needs a value that is on another rank.
         RankError: another rank failed.
     """
-    where = Where(mesh, device)
+    where = Site(mesh, device)
     first = where.agreement.ranks[0]
     with where.agreement.agreeing() as chosen:
         cuts = _check(model, cuts, partitions, example, inputs)
@@ -136,7 +137,7 @@ class ModulePipe(RankPipe):
     """The model. On this rank, parameters of other ranks are on the meta device."""
 
     def _make(
-        self, where: Where, model: nn.Module, names: Iterable[str], example: Any,
+        self, where: Site, model: nn.Module, names: Iterable[str], example: Any,
         given: tuple[int, str, str | None, bool | None],
         load: Load | None, inputs: str, wrap: Wrap | None,
     ) -> None:  # fmt: skip

@@ -14,8 +14,8 @@ from pipert._typing import Value
 from pipert.batch.microbatch import batch_of_step, ready, scatter_with_sizes
 from pipert.batch.tensors import tensors_of
 from pipert.batch.trees import ORDINARY, flatten
-from pipert.distributed.rank_agreement import Agreement
-from pipert.distributed.rank_boundary import Arrived, Parcel, pack, transfers
+from pipert.distributed.rank_agreement import Site
+from pipert.distributed.rank_boundary import Arrived, pack, transfers
 from pipert.layers.compiling import refuse_compilation
 from pipert.layers.modules import compute_cached
 from pipert.layers.random_numbers import next_seed
@@ -30,21 +30,6 @@ from pipert.stage.loss import (
 from pipert.workers.context import refuse_transforms
 
 
-class Site(NamedTuple):
-    """The place of this rank among those that train the model, and the place of each partition."""
-
-    agreement: Agreement
-    group: dist.ProcessGroup
-    """The ranks of this pipeline."""
-    homes: Sequence[int]
-    """The rank of each partition."""
-    ends: Sequence[tuple[int, int]]
-    """For each data-parallel replica, the indexes within ``agreement`` of the ranks that have its
-    first and its last partition."""
-    device: torch.device
-    """This rank's device."""
-
-
 class RankSettings(NamedTuple):
     """The settings of a pipe for one mini-batch; the same on all ranks."""
 
@@ -54,69 +39,35 @@ class RankSettings(NamedTuple):
     deferred: bool
 
 
-class StepArguments(NamedTuple):
-    """The arguments of one call of ``forward_backward``."""
-
-    loss_fn: LossFunction | None
-    target: Value
-    reduction: str
-    denominator: float | Tensor | None
-    scale: float | Tensor | torch.amp.GradScaler | None
-    keep_outputs: bool
-
-
-class Inputs(NamedTuple):
-    """The inputs of the micro-batches."""
-
-    values: list[Value]
-    sizes: Sequence[int]
-    """The number of rows in each; 1 if they came ready."""
-    parcel: Parcel | None
-    """The same, as the first rank sends them to all others, if it does."""
-
-    def for_all(self, device: torch.device, is_sent: bool) -> Inputs:
-        """Return these inputs on a device, for all ranks, to which they may be sent.
-
-        Raises:
-            ValueError: an argument requires grad.
-        """
-        tensors, rebuild = tensors_of(self.values)
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-            raise ValueError(
-                "an argument requires grad, but all ranks use the arguments of any model, and no "
-                "rank would have its whole gradient; compute it in the model, or pass its detach()"
-            )
-        values = rebuild(tuple([tensor.detach().to(device) for tensor in tensors]))
-        return Inputs(values, self.sizes, pack(values, {}) if is_sent else None)
-
-    def exchanged(self, site: Site, header: bytes) -> Arrived | None:
-        """Send the first rank's inputs to all ranks of the pipeline; return them on the others."""
-        tensors = self.parcel.tensors if self.parcel is not None else ()
-        arrived = Arrived(header, site.device, tensors)
-        with site.agreement.talking():
-            for sent in transfers(dist.isend, arrived.tensors, site.homes[0], site.group):
-                dist.broadcast(sent.tensor, site.homes[0], group=site.group)
-        return arrived if self.parcel is None else None
-
-
-class CallArguments(NamedTuple):
-    """The arguments of one call, or micro-batches that are ready."""
+class Call(NamedTuple):
+    """One call: what is to be computed of what, as in :meth:`pipert.Pipe.forward_backward`."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    microbatches: Iterable[Any] | None
+    microbatches: Iterable[Any] | None = None
+    is_step: bool = False
+    loss_fn: LossFunction | None = None
+    target: Value = None
+    reduction: str = "mean"
+    denominator: float | Tensor | None = None
+    scale: float | Tensor | torch.amp.GradScaler | None = None
+    keep_outputs: bool = True
 
-    def split(self, chunks: int) -> Inputs:
-        """Return the inputs of the micro-batches.
-
-        Raises:
-            TypeError, ValueError: as :meth:`pipert.Pipe.forward_backward`.
-        """
+    def split(self, chunks: int) -> tuple[list[Value], Sequence[int]]:
+        """Return the inputs of the micro-batches, and the number of rows in each."""
         if self.microbatches is None:
-            values, sizes = scatter_with_sizes(self.args, self.kwargs, chunks)
-            return Inputs(values, sizes, None)
+            return scatter_with_sizes(self.args, self.kwargs, chunks)
         batch = batch_of_step(self.args, self.kwargs, None, chunks, self.microbatches, True)
-        return Inputs(batch.inputs, [1] * len(batch.inputs), None)
+        return batch.inputs, [1] * len(batch.inputs)
+
+    def split_target(self, chunks: int) -> tuple[Sequence[Value], Sequence[int]]:
+        """Return likewise the target; without numbers if it is the same for all micro-batches."""
+        if self.microbatches is None or self.target is None:
+            targets, sizes = scatter_with_sizes((self.target,), {}, chunks)
+            has_rows = any(tensor.dim() for tensor in tensors_of(self.target)[0])
+            return targets, sizes if has_rows else ()
+        targets = list(ready(self.target, "target"))
+        return targets, [1] * len(targets)
 
 
 class RankReport(NamedTuple):
@@ -126,27 +77,25 @@ class RankReport(NamedTuple):
     """The call and the settings, which all ranks must have in common."""
     tied: dict[int, bool]
     """Whether each weight that this rank shares with others requires grad, by its number."""
+    replica: Sequence[int]
     seed: int
     """The seed of the random numbers; the first rank's is used."""
     sizes: Sequence[int] = ()
     """The number of rows in each micro-batch, from the first rank."""
     target_sizes: Sequence[int] = ()
     """Likewise of the target, if it has rows, from the last rank."""
-    checksum: tuple[int, int] = 0, 0
-    """The first rank of this pipeline, and a checksum of arguments that must be equal there."""
-    header: bytes = b""
-    """What describes the arguments of all micro-batches, from a first rank that shares them."""
+    checksum: int = 0
+    """Of the arguments, where all ranks of this pipeline must give the same."""
 
 
 def prepare(
     site: Site,
     modules: Mapping[int, nn.Module],
     inputs_of: str,
-    arguments: CallArguments,
+    call: Call,
     settings: RankSettings,
-    step: StepArguments | None,
     tied: dict[int, bool],
-) -> tuple[RankReport, Inputs, Callable[[Sequence[int]], Loss] | None]:
+) -> tuple[RankReport, list[Value], Callable[[Sequence[int]], Loss] | None]:
     """Check what this rank has for a mini-batch, and split it into micro-batches.
 
     Returns:
@@ -157,46 +106,53 @@ def prepare(
     refuse_transforms()
     compute_cached(modules.values())
     device, chunks = site.device, settings.chunks
-    inputs, target_sizes, checksum = Inputs([], [], None), list[int](), 0
+    inputs: list[Value] = []
+    sizes: Sequence[int] = ()
+    target_sizes: Sequence[int] = ()
+    kind, loss_of_sizes, checksum = "forward", None, 0
     if 0 in modules or inputs_of == "everywhere":
-        inputs = arguments.split(chunks)
+        inputs, sizes = call.split(chunks)
         if inputs_of == "everywhere":
-            checksum = checksum_of(inputs.values)
+            checksum = checksum_of(inputs)
         if inputs_of != "first":
-            inputs = inputs.for_all(device, is_sent=inputs_of == "shared")
-    kind, loss_of_sizes = "forward", None
-    if step is not None:
-        function, scale = check_step(step.loss_fn, step.reduction), scale_of(step.scale, [device])
+            inputs = _for_all(inputs, device)
+    if call.is_step:
+        function, scale = check_step(call.loss_fn, call.reduction), scale_of(call.scale, [device])
         # Reading a scale on a GPU would wait for the GPU.
         value = "on a GPU" if isinstance(scale, Tensor) and scale.is_cuda else float(scale)
-        shown = None if step.scale is None else value
-        kind = f"forward_backward with reduction={step.reduction!r} and loss_scale={shown}"
-    if step is not None and len(site.homes) - 1 in modules:
-        denominator, reduction = denominator_of(step.denominator, [device]), step.reduction
-        is_split = arguments.microbatches is None
-        if is_split or step.target is None:
-            targets, target_sizes = scatter_with_sizes((step.target,), {}, chunks)
-            has_rows = any(tensor.dim() for tensor in tensors_of(step.target)[0])
-        else:
-            targets, has_rows = list(ready(step.target, "target")), True
-            target_sizes = [1] * len(targets)
-        target_sizes = target_sizes if has_rows else []
+        shown = None if call.scale is None else value
+        kind = f"forward_backward with reduction={call.reduction!r} and loss_scale={shown}"
+        if len(site.homes) - 1 in modules:
+            denominator = denominator_of(call.denominator, [device])
+            targets, target_sizes = call.split_target(chunks)
 
-        def make_loss(sizes: Sequence[int]) -> Loss:
-            each = targets if has_rows else targets[:1] * len(sizes)
-            return loss_of(function, each, sizes, reduction, denominator, scale)
+            def make_loss(sizes: Sequence[int]) -> Loss:
+                each = targets if target_sizes else [targets[0]] * len(sizes)
+                return loss_of(function, each, sizes, call.reduction, denominator, scale)
 
-        loss_of_sizes = make_loss
+            loss_of_sizes = make_loss
     mode = "training" if any(m.training for m in modules.values()) else "evaluation"
     autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
-    is_ready = "micro-batches" if arguments.microbatches is not None else "arguments"
+    is_ready = "micro-batches" if call.microbatches is not None else "arguments"
     in_common = kind, is_ready, mode, f"autocast={autocast}", *settings
-    header = b"" if inputs.parcel is None else inputs.parcel.header
-    of_inputs = site.homes[0], checksum
-    report = RankReport(
-        in_common, tied, next_seed(), inputs.sizes, target_sizes, of_inputs, header
-    )
-    return report, inputs, loss_of_sizes
+    told = tied, site.replica, next_seed(), sizes, target_sizes, checksum
+    return RankReport(in_common, *told), inputs, loss_of_sizes
+
+
+def _for_all(inputs: list[Value], device: torch.device) -> list[Value]:
+    """Return the inputs of the micro-batches on a device, for all ranks.
+
+    Raises:
+        ValueError: an argument requires grad.
+    """
+    tensors, rebuild = tensors_of(inputs)
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        raise ValueError(
+            "an argument requires grad, but all ranks use the arguments of any model, and no "
+            "rank would have its whole gradient; compute it in the model, or pass its detach()"
+        )
+    found: list[Value] = rebuild(tuple([tensor.detach().to(device) for tensor in tensors]))
+    return found
 
 
 def checksum_of(value: Value) -> int:
@@ -214,6 +170,21 @@ def checksum_of(value: Value) -> int:
     return found
 
 
+def share(site: Site, inputs: list[Value]) -> Arrived | None:
+    """Send the first rank's inputs to all ranks of its pipeline; return them on the others."""
+    first = site.homes[0]
+    with site.agreement.agreeing() as headers:
+        parcel = pack(inputs, {})
+        headers.append(parcel.header)
+    is_here = first == dist.get_rank()
+    header = site.agreement.of(first, headers)
+    arrived = Arrived(header, site.device, parcel.tensors if is_here else ())
+    with site.agreement.talking():
+        for sent in transfers(dist.isend, arrived.tensors, first, site.group):
+            dist.broadcast(sent.tensor, first, site.group)
+    return None if is_here else arrived
+
+
 def check(site: Site, reports: Sequence[RankReport]) -> None:
     """Raise on all ranks if their reports do not fit together."""
     site.agreement.require_same("call and settings", [one.in_common for one in reports])
@@ -223,23 +194,24 @@ def check(site: Site, reports: Sequence[RankReport]) -> None:
             "a weight that several ranks share must require grad on all of them or on none; "
             "call requires_grad_() of it on each"
         )
-    inputs: dict[int, int] = {}
-    if any(inputs.setdefault(*one.checksum) != one.checksum[1] for one in reports):
+    inputs: dict[Any, int] = {}
+    if any(inputs.setdefault((*one.replica,), one.checksum) != one.checksum for one in reports):
         raise ValueError(
             "with inputs='everywhere' all ranks must give the same arguments, but they differ "
             "between ranks; seed what loads and shuffles them alike, or take inputs='first'"
         )
-    counts = [len(reports[first].sizes) for first, _ in site.ends]
+    rows = {(*one.replica,): one.sizes for one in reports if one.sizes}
+    counts = list(map(len, rows.values()))
     if len(set(counts)) > 1:
         raise ValueError(
             "replicas must have as many micro-batches, but have "
             f"{' and '.join(map(str, counts))}; give each as many rows as the pipe has chunks, "
             "or leave the last batch out"
         )
-    for first, last in site.ends:
-        sizes, rows = reports[first].sizes, reports[last].target_sizes
-        if rows and rows != sizes:
+    for one in reports:
+        given, target = rows[*one.replica], one.target_sizes
+        if target and target != given:
             raise ValueError(
                 "arguments and target must have the same number of rows, but the arguments on "
-                f"the first rank have {sum(sizes)} and the target on the last has {sum(rows)}"
+                f"the first rank have {sum(given)} and the target on the last has {sum(target)}"
             )

@@ -8,8 +8,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,19 +21,11 @@ from torch.distributed.fsdp import FSDPModule
 from pipert._typing import Value
 from pipert.batch.joining import gather
 from pipert.batch.tensors import differentiable
-from pipert.distributed.rank_agreement import RankError
+from pipert.distributed.rank_agreement import RankError, Site
 from pipert.distributed.rank_gradients import EarlierGradients, TiedParameter, sum_tied
-from pipert.distributed.rank_partition import RankBatch, RankPartition
+from pipert.distributed.rank_partition import Compute, RankBatch, RankPartition, compute_chain
 from pipert.distributed.rank_parts import RankParts
-from pipert.distributed.rank_reports import (
-    CallArguments,
-    RankReport,
-    RankSettings,
-    Site,
-    StepArguments,
-    check,
-    prepare,
-)
+from pipert.distributed.rank_reports import Call, RankSettings, check, prepare, share
 from pipert.distributed.rank_stage import RankStage
 from pipert.distributed.torch_schedules import make_schedule
 from pipert.layers.batchnorm import DeferredStats
@@ -48,7 +41,8 @@ from pipert.stage.step import without_grad
 from pipert.stage.step_boundary import leaf_inputs
 from pipert.workers.context import CallerContext
 
-Prepared = tuple[Any, list[RankStage], dict[int, RankPartition]]
+Prepared = tuple[Any, list[tuple[RankStage, RankPartition]]]
+"""torch's schedule, and the stages with what they compute."""
 
 
 @dataclass(eq=False)
@@ -68,31 +62,28 @@ class RankRuntime:
         self._sharded = [layer for layer in layers if isinstance(layer, FSDPModule)]
         self._schedules: dict[tuple[str, int, bool], tuple[Any, list[RankStage]]] = {}
 
-    def run(
-        self, arguments: CallArguments, settings: RankSettings, step: StepArguments | None
-    ) -> tuple[Tensor | None, Value]:
+    def run(self, call: Call, settings: RankSettings) -> tuple[Tensor | None, Value]:
         """Run a mini-batch: forward, and backward if it is a step.
 
         Returns:
             The loss of a step, and the outputs if they are wanted and this is the last rank: of
             micro-batches that came ready a list with the output of each.
         """
-        agreement, modules, model = self.site.agreement, self.parts.modules, self.parts.model
-        with agreement.agreeing("a mini-batch") as reports:
+        site, modules, replayed = self.site, self.parts.modules, self.parts.replayed
+        inputs_of = "first" if replayed is None else replayed.inputs
+        with site.agreement.agreeing("a mini-batch") as reports:
             tied = {one.number: one.parameter.requires_grad for one in self.tied}
-            called = arguments, settings, step, tied
-            report, own, make_loss = prepare(self.site, modules, model.inputs, *called)
+            report, inputs, make_loss = prepare(site, modules, inputs_of, call, settings, tied)
             reports.append(report)
-        check(self.site, reports)
-        first: RankReport = agreement.of(self.site.homes[0], reports)
-        arrived = own.exchanged(self.site, first.header) if model.inputs == "shared" else None
-        m, n, is_step = len(first.sizes), len(self.site.homes), step is not None
-        planned = plan("gpipe", m, n) if is_step else plan_call(m, n, range(n))
+        check(site, reports)
+        first = site.agreement.of(site.homes[0], reports)
+        arrived = share(site, inputs) if inputs_of == "shared" else None
+        m, n = len(first.sizes), len(site.homes)
+        planned = plan("gpipe", m, n) if call.is_step else plan_call(m, n, range(n))
         earlier, stats = None, None
         with self.counters.open(planned) as notifier:
             try:
-                with agreement.agreeing() as reports:
-                    inputs = own.values
+                with site.agreement.agreeing() as unrecorded:
                     if arrived is not None:
                         inputs = arrived.rebuild(tuple(arrived.tensors))
                     # Also in a forward: a new stage of torch drops gradients of sharded parameters.
@@ -100,27 +91,28 @@ class RankRuntime:
                     stats = DeferredStats([*modules.values()]) if settings.deferred else None
                     loss = None if make_loss is None else make_loss(first.sizes)
                     given = [*inputs, *(() if loss is None else loss.targets)]
-                    leaves = [leaf_inputs(x) for x in given] if is_step else given
+                    leaves = [leaf_inputs(x) for x in given] if call.is_step else given
                     if loss is not None:
                         loss.targets = leaves[len(inputs) :]
+                    context = CallerContext([site.device] if site.device.type == "cuda" else [])
+                    context.set_variable(store.of_task, store.NEW)
                     batch = RankBatch(
                         first.sizes,
                         leaves[: len(inputs)],
-                        recomputed(settings.checkpoint, m) if is_step else 0,
+                        recomputed(settings.checkpoint, m) if call.is_step else 0,
                         RunSeed(first.seed),
                         notifier,
-                        self._context(),
+                        context,
                         loss,
-                        keep_outputs=step is None or step.keep_outputs,
-                        is_ready=arguments.microbatches is not None,
-                        is_wrapped=any(self.wrapped[j] is not part for j, part in modules.items()),
+                        call.keep_outputs,
+                        is_ready=call.microbatches is not None,
                         is_sharded=bool(self._sharded),
                     )
-                    prepared = self._prepared(settings.schedule, batch, stats, is_step)
-                    reports.append(model.prepare(batch))
-                for i in sorted(set().union(*reports)):
+                    prepared = self._prepared(settings.schedule, batch, stats, call.is_step)
+                    unrecorded.append(() if replayed is None else replayed.prepare(batch))
+                for i in sorted(set().union(*unrecorded)):
                     self._record(settings.schedule, batch, i)
-                result = self._go(prepared, batch, earlier, is_step)
+                result = self._go(prepared, batch, earlier, call.is_step)
                 notifier.outcome = "succeeded"
             except BaseException as error:
                 if isinstance(error, Exception):  # an interrupt leaves it cancelled
@@ -130,21 +122,15 @@ class RankRuntime:
                 raise
         if stats is not None:
             stats.commit()
-        if is_step:
+        if call.is_step:
             _deliver(given, leaves)
         return result
 
-    def _context(self) -> CallerContext:
-        device = self.site.device
-        context = CallerContext([device] if device.type == "cuda" else [])
-        context.set_variable(store.of_task, store.NEW)
-        return context
-
     def _partitions(
         self, batch: RankBatch, stats: DeferredStats | None
-    ) -> dict[int, RankPartition]:
+    ) -> Iterator[RankPartition]:
         """Make the objects that compute this rank's partitions in this mini-batch."""
-        partitions, m, n = {}, len(batch.sizes), len(self.site.homes)
+        m, n = len(batch.sizes), len(self.site.homes)
         for k, (j, module) in enumerate(self.parts.modules.items()):
             place = Place(j, n, m, self.site.device, self.parts.before[j])
             skips = self.parts.skips[j]
@@ -154,19 +140,28 @@ class RankRuntime:
             if draws_loss or draws(module):
                 layers = RandomLayers(batch.seed, *about)
             own_stats = None if stats is None else stats.partitions[k]
-            computing = self.parts.model.computing(place, layers, batch)
-            partitions[j] = RankPartition(module, place, computing, batch, own_stats)
-        return partitions
+            compute: Compute = partial(compute_chain, layers, skips, batch.recomputed)
+            if self.parts.replayed is not None:
+                compute = self.parts.replayed.computing(place, layers, batch)
+            yield RankPartition(module, place, layers, compute, batch, own_stats)
 
     def _prepared(
         self, name: str, batch: RankBatch, stats: DeferredStats | None, is_step: bool
     ) -> Prepared:
-        """Return torch's schedule, its stages, and what computes their partitions."""
-        return *self._schedule(name, len(batch.sizes), is_step), self._partitions(batch, stats)
+        """Return torch's schedule, which is kept for as many micro-batches, and its stages."""
+        key = name, len(batch.sizes), is_step
+        if key not in self._schedules:
+            stages = [RankStage(module, j, self.site) for j, module in self.wrapped.items()]
+            # The last partition computes the loss itself.
+            loss_fn = (lambda loss, _: loss) if is_step else None
+            self._schedules[key] = make_schedule(name, stages, len(batch.sizes), loss_fn), stages
+        schedule, stages = self._schedules[key]
+        return schedule, [*zip(stages, self._partitions(batch, stats), strict=True)]
 
     def _record(self, name: str, batch: RankBatch, i: int) -> None:
         """Let the model see a forward of micro-batch ``i``, for which it has no record."""
-        agreement, model = self.site.agreement, self.parts.model
+        agreement, model = self.site.agreement, self.parts.replayed
+        assert model is not None
         # With a graph, which shows what layers keep elsewhere than in what they return.
         with torch.enable_grad(), model.unchanged():
             with agreement.agreeing():
@@ -176,7 +171,7 @@ class RankRuntime:
                     records=[None],
                 )  # fmt: skip
                 prepared = self._prepared(name, alone, None, False)
-            self._run_schedule(*prepared, alone)
+            self._run_schedule(prepared, alone)
         seen = agreement.agree(alone.seen, *alone.take_failure())
         model.note(batch, i, [agreement.of(rank, seen) for rank in {*self.site.homes}])
 
@@ -189,7 +184,7 @@ class RankRuntime:
             The loss of a step, and the outputs.
         """
         agreement, home_of_loss = self.site.agreement, self.site.homes[-1]
-        self._run_schedule(*prepared, batch)
+        self._run_schedule(prepared, batch)
         loss, outputs = self._result(batch)
         ended = agreement.agree((batch.seed.used, loss.dtype), *batch.take_failure())
         if any(used for used, _ in ended):
@@ -203,41 +198,26 @@ class RankRuntime:
         with agreement.talking():
             loss = loss.to(agreement.of(home_of_loss, ended)[1])
             dist.broadcast(loss, home_of_loss, group=self.site.group)
-            sum_tied(self.tied, self.site)
+            sum_tied(self.tied, self.site.group)
         earlier.add()
         return loss, outputs
 
-    def _schedule(self, name: str, m: int, is_step: bool) -> tuple[Any, list[RankStage]]:
-        """Return torch's schedule and stages for ``m`` micro-batches, made if they are new."""
-        key = name, m, is_step
-        if key not in self._schedules:
-            stages = [RankStage(module, j, self.site) for j, module in self.wrapped.items()]
-            # The last partition computes the loss itself.
-            loss_fn = (lambda loss, _: loss) if is_step else None
-            self._schedules[key] = make_schedule(name, stages, m, loss_fn), stages
-        return self._schedules[key]
-
-    def _run_schedule(
-        self,
-        schedule: Any,
-        stages: list[RankStage],
-        partitions: dict[int, RankPartition],
-        batch: RankBatch,
-    ) -> None:
+    def _run_schedule(self, prepared: Prepared, batch: RankBatch) -> None:
+        schedule, stages = prepared
         numbers = {} if batch.loss is None else {"target": torch.arange(len(batch.sizes))}
-        for stage in stages:
-            stage.begin(partitions[stage.stage_index])
+        for stage, partition in stages:
+            stage.begin(partition)
         try:
             with self.site.agreement.talking(batch.at):
                 schedule.step(**numbers, return_outputs=False)
-                for work in batch.sent:
+                for work in filter(None, batch.sent):
                     work.wait()
         except RankError:
             if batch.failure is None:
                 raise
             raise batch.take_failure()[0] from None  # type: ignore[misc]
         finally:
-            for stage in stages:
+            for stage, _ in stages:
                 stage.end()
 
     def _result(self, batch: RankBatch) -> tuple[Tensor, Value]:
@@ -247,13 +227,13 @@ class RankRuntime:
         try:
             if not batch.is_failed:
                 batch.effects.check()
-            if batch.loss is not None and not batch.is_failed:
-                if not batch.loss.is_differentiable:
-                    raise without_grad()
-                loss = batch.loss.of_mini_batch(torch.stack([batch.losses[i] for i in m]))
-            if len(batch.outputs) == len(m):
-                outputs = [batch.outputs[i] for i in m]
-                outputs = outputs if batch.is_ready else gather(outputs, batch.sizes)
+                if batch.loss is not None:
+                    if not batch.loss.is_differentiable:
+                        raise without_grad()
+                    loss = batch.loss.of_mini_batch(torch.stack([batch.losses[i] for i in m]))
+                if batch.outputs:
+                    outputs = [batch.outputs[i] for i in m]
+                    outputs = outputs if batch.is_ready else gather(outputs, batch.sizes)
         except Exception as error:
             batch.fail(error, None)
         return loss, outputs

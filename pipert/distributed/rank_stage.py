@@ -2,13 +2,18 @@
 
 torch's stage exchanges tensors of one shape, which it finds out beforehand. This one sends shapes
 along (``rank_boundary``) and keeps no buffers. Of torch's it uses how wrappers such as DDP are
-called, and how a backward is split.
+called. Which gradients a split backward puts off is up to ``autograd.weight_gradients``.
+
+After a failure the schedule goes on without calling layers, so that no rank waits for a message
+that never comes. When all ranks have finished the schedule, all raise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,11 +21,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
-from pipert._typing import Tensors
-from pipert.distributed.rank_boundary import FAILED, SENT, Arrived, Parcel, transfers
-from pipert.distributed.rank_partition import RankPartition
-from pipert.distributed.rank_reports import Site
-from pipert.distributed.split_backward import IS_SPLIT, behind_one_node, can_be_split
+from pipert._typing import Tensors, Value
+from pipert.autograd.engine import differentiate
+from pipert.autograd.leaves import leaves_behind
+from pipert.autograd.order import ENTRANCE, edge_of, join
+from pipert.autograd.weight_gradients import Deferral, DeferredGradients, compute_deferred
+from pipert.batch.tensors import Carried, differentiable, tensors_of
+from pipert.distributed.rank_agreement import Site
+from pipert.distributed.rank_boundary import FAILED, Arrived, Parcel, pack, transfers
+from pipert.distributed.rank_partition import RankPartition, StageModule, moved
+from pipert.layers.phase import microbatch
+from pipert.schedules.action import BACKWARD, FORWARD, Action
+from pipert.stage.shared_memory import compute_watching
+from pipert.stage.step_boundary import detached
+from pipert.workers.context import NOTHING
 
 
 @dataclass(slots=True, eq=False)
@@ -31,25 +45,26 @@ class RankMicroBatch:
     micro-batches than there are partitions.
     """
 
-    xs: Tensors
-    """The leaves that came in with grad."""
-    ys: Tensors
-    """The tensors that left, or the loss."""
-    parcel: Parcel
-    """``SENT`` once that was sent, unless it is ``FAILED``."""
+    arrived: Arrived | None = None
+    """The value that came from the partition before."""
+    xs: Tensors = ()
+    """Its leaves that came with grad."""
+    ys: Tensors = ()
+    """Those tensors that left, or the loss, that require grad."""
+    header: bytes = FAILED
+    tensors: Sequence[Tensor] = ()
+    """Those to send, until they are sent."""
     dys: Sequence[Tensor] = ()
-    """The gradients of those ``ys`` that require grad."""
+    """The gradients of ``ys``."""
     dxs: Sequence[Tensor] = ()
     """The gradients to send back."""
-    second_half: dict[str, Any] = field(default_factory=dict)
-    """What the second half of a split backward takes."""
+    deferred: list[DeferredGradients] = field(default_factory=list)
+    """The gradients of weights that the second half of a split backward computes."""
 
-    def take_parcel(self) -> Parcel:
+    def take_tensors(self) -> Sequence[Tensor]:
         """Return what is to be sent, and drop it."""
-        parcel = self.parcel
-        if parcel is not FAILED:
-            self.parcel = SENT
-        return parcel
+        tensors, self.tensors = self.tensors, ()
+        return tensors
 
 
 class RankStage(PipelineStage):
@@ -61,19 +76,21 @@ class RankStage(PipelineStage):
         xs = () if j == 0 else shape
         super().__init__(module, j, len(site.homes), site.device, xs, shape, group=site.group)
         self._agreement, self._group = site.agreement, site.group
+        self._is_wrapped = not isinstance(module, StageModule)  # by what must see each backward
         self._before, _, self._after, *_ = (-1, *site.homes, -1)[j:]  # the neighbours' ranks
 
     def begin(self, partition: RankPartition) -> None:
         """Begin a mini-batch; :meth:`end` must follow."""
-        self._partition = partition
-        self._kept: dict[int, RankMicroBatch] = {}
+        self._partition, self._batch = partition, partition.batch
+        self._kept: dict[int, RankMicroBatch] = defaultdict(RankMicroBatch)
         self._backwards = 0
-        partition.module.forward_micro_batch = partition.forward
+        self._pack: Callable[[Tensors], Parcel] | None = None
+        partition.module.forward_micro_batch = self._forward
 
     def end(self) -> None:
         """Drop all that is kept of the mini-batch."""
         self._partition.module.forward_micro_batch = None
-        del self._partition, self._kept
+        del self._partition, self._batch, self._kept
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         # Of torch 2.11: there a rank at the turn of a V would send to itself.
@@ -83,38 +100,118 @@ class RankStage(PipelineStage):
     def get_fwd_recv_ops(self, i: int) -> list[dist.P2POp]:
         if self.is_first:
             return []
-        header = self._agreement.receive(self._before, self._tag(i, self.stage_index))
-        self.set_local_fwd_input(Parcel(header, ()), i)
-        arrived = self._partition.arrived.get(i)
+        self.set_local_fwd_input(Parcel(self._agreement.receive(self._before), ()), i)
+        arrived = self._kept[i].arrived
         tensors = () if arrived is None else arrived.tensors
         return transfers(dist.irecv, tensors, self._before, self._group)
 
     def set_local_fwd_input(self, parcel: Parcel, i: int) -> None:
-        if parcel.header != FAILED.header:
-            self._partition.arrived[i] = Arrived(parcel.header, self.device, parcel.tensors)
+        if parcel.header != FAILED:
+            self._kept[i].arrived = Arrived(parcel.header, self.device, parcel.tensors)
 
     def forward_one_chunk(self, i: int, *_: Any, **__: Any) -> Any:  # type: ignore[override]
-        kept = RankMicroBatch(*self._partition.compute(i, self.forward_maybe_with_nosync))
-        self._kept[i], ys = kept, kept.ys
+        kept, batch, self._i = self._kept[i], self._batch, i
+        batch.is_failed |= not self.is_first and kept.arrived is None
+        xs = () if kept.arrived is None else kept.arrived.leaves()
+        kept.xs = tuple([x for x in xs if x.requires_grad])
+        ys: Any = self.forward_maybe_with_nosync(*xs)  # type: ignore[no-untyped-call]
+        ys = ys if isinstance(ys, tuple) else (ys,)
+        kept.ys = tuple([y for y in ys if y.requires_grad])
+        if self._pack is not None:
+            try:
+                kept.header, kept.tensors = self._pack(ys)
+            except Exception as error:  # such as what pickle does not take
+                self._fail(error, Action(FORWARD, i, self.stage_index))
         if not self.has_backward:
-            kept.xs = kept.ys = ()
-            self._partition.arrived.pop(i, None)
+            kept.arrived, kept.xs, kept.ys = None, (), ()
         if self.is_last:
             return ys[0]
         if self._after == dist.get_rank():
-            return kept.take_parcel()
-        tag = self._tag(i, self.stage_index + 1)
-        self._partition.batch.sent += self._agreement.send(kept.parcel.header, self._after, tag)
+            return Parcel(kept.header, kept.take_tensors())
+        batch.sent += self._agreement.send(kept.header, self._after)
         return None
 
+    def _forward(self, tensors: Tensors) -> Tensors:
+        """Call the layers with the tensors that came; return those that leave, or the loss.
+
+        After a failure, return a zero.
+        """
+        batch, i, ys, self._pack = self._batch, self._i, None, None
+        if not batch.is_failed:
+            run = batch.context.variables.copy().run
+            ys = run(self._carry_out, FORWARD, i, batch.is_sharded, self._compute, i, tensors)
+        return (self._zero(tensors),) if ys is None else ys
+
+    def _compute(self, i: int, tensors: Tensors) -> Tensors:
+        partition, arrived, handed_on = self._partition, self._kept[i].arrived, dict[Any, Any]()
+        if arrived is None:
+            x = moved(self._batch.inputs[i], self.device)
+        else:
+            x = _entered(arrived.rebuild(tensors))
+        with NOTHING if partition.stats is None else partition.stats.collecting():
+            compute = partial(partition.compute, i)
+            if arrived is not None and arrived.shared:
+                y = compute_watching(arrived.shared, handed_on.update, compute, x)
+            else:
+                y = compute(x)
+        if self.is_last:
+            return (self._compute_loss(i, y.value if isinstance(y, Carried) else y),)
+        ys, rebuild = tensors_of(y)
+        self._pack = lambda ys: pack(rebuild(ys), handed_on)
+        return ys
+
+    def _compute_loss(self, i: int, y: Value) -> Tensor:
+        """Keep the output of the last partition; return its loss, or zero in an evaluation."""
+        batch, place = self._batch, self._partition.place
+        result = torch.zeros((), device=self.device)
+        if batch.loss is not None:
+            target = moved(batch.loss.targets[i], self.device)
+            result = batch.loss.compute(i, place, batch.seed, y, target).reshape(())
+            batch.losses[i] = batch.loss.share_of(i, result.detach())
+        if batch.keep_outputs:
+            batch.outputs[i] = detached(y)
+        return result
+
+    def _zero(self, tensors: Tensors) -> Tensor:
+        """Return a zero computed from all tensors for which a gradient is expected."""
+        leaves = [t for t in (*tensors, *self.submod.parameters()) if t.requires_grad]
+        zero = torch.zeros((), device=self.device)
+        return sum((t.reshape(-1)[:1].sum() * 0.0 for t in leaves), zero)
+
+    def _carry_out(
+        self, kind: str, i: int, raises: bool, function: Callable[..., Any], *args: Any
+    ) -> Any:
+        """Call a function as a task; keep its error until all ranks have finished.
+
+        It ``raises`` where replicas would wait for a collective that this rank leaves out.
+        """
+        self._batch.last = action = Action(kind, i, self.stage_index)
+        try:
+            with microbatch(i), self._batch.notifier.watched(action, self.device):
+                return function(*args)
+        except BaseException as error:  # noqa: B036
+            self._fail(error, action)
+            if raises:
+                raise
+        return None
+
+    def _fail(self, error: BaseException, action: Action) -> None:
+        # The type comes first, since str() of other errors may fail.
+        if type(error) is RuntimeError and error.__cause__ and _TORCHS_ERROR in str(error):
+            error = error.__cause__
+        self._partition.place.note(error, action)
+        if self._batch.failure is None:
+            self._batch.notifier.failed(action, self.device, error)
+        self._batch.fail(error, action)
+
     def get_fwd_send_ops(self, i: int) -> list[dist.P2POp]:
-        tensors = self._kept[i].take_parcel().tensors
+        tensors = self._kept[i].take_tensors()
         return transfers(dist.isend, tensors, self._after, self._group)
 
     def get_bwd_recv_ops(self, i: int) -> list[dist.P2POp]:
         kept = self._kept[i]
-        if kept.parcel is not FAILED and self.has_backward:
-            kept.dys = [torch.empty_like(y.detach()) for y in kept.ys if y.requires_grad]
+        if kept.header != FAILED:
+            kept.dys = [torch.empty_like(y.detach()) for y in kept.ys]
         return transfers(dist.irecv, kept.dys, self._after, self._group)
 
     def set_local_bwd_input(self, dys: Any, i: int) -> None:
@@ -127,56 +224,40 @@ class RankStage(PipelineStage):
         if not self.has_backward:
             return
         self._backwards += 1
-        partition, kept = self._partition, self._kept[i]
+        batch, kept = self._batch, self._kept[i]
         dxs: list[Tensor | None] = [None] * len(kept.xs)
 
         def go_back() -> None:
-            ends, dys = self._ends(i, kept, loss)
-            batch = partition.batch  # a wrapper would not see the second half
-            is_full = full_backward or batch.is_wrapped or batch.is_sharded or not IS_SPLIT
-            if not is_full and not self.is_first:
-                behind = ends if self.is_last else behind_one_node(ends)
-                roots = [y for y in behind if y.requires_grad]
-                weights = self.submod.parameters()
-                is_full = bool(roots) and not can_be_split(roots[0], kept.xs, weights)
-                ends = ends if is_full else behind
-            # torch also counts second halves, which may have nothing left to do: then replicas
-            # would never reduce their gradients.
-            is_last = last_backward or is_full and self._backwards == len(partition.batch.sizes)
-            given: dict[str, Any] = {
-                "stage_output": ends, "output_grads": dys, "input_values": kept.xs,
-            }  # fmt: skip
-            if is_full:
+            ends, dys = kept.ys, list[Tensor | None](kept.dys)
+            if loss is not None and batch.loss is not None:
+                ends, dys = (loss,), [batch.loss.gradient_of(i, loss.detach())]
+            elif kept.header == FAILED:
+                ends, dys = (self._zero(ends),), [None]
+            # A wrapper would not see the second half.
+            if full_backward or self._is_wrapped or batch.is_sharded:
+                # torch also counts second halves, which there are none of.
+                is_last = last_backward or self._backwards == len(batch.sizes)
+                given = {"stage_output": ends, "output_grads": dys, "input_values": kept.xs}
                 dxs[:], _ = self.backward_maybe_with_nosync("full", given, is_last)
-                return
-            kept.second_half = given
-            if not self.is_first:  # of the first, the second half does all
-                dxs[:], groups = self.backward_maybe_with_nosync("input", given, is_last)
-                given["param_groups"] = groups
+            else:
+                dxs[:] = _differentiate_inputs(ends, dys, kept)
 
-        partition.backward(i, go_back)
+        self._backward(i, go_back)
         kept.ys = kept.xs = kept.dys = ()
-        if (arrived := partition.arrived.pop(i, None)) is not None:
-            kept.dxs = arrived.gradients(dxs)
+        if kept.arrived is not None:
+            kept.dxs, kept.arrived = kept.arrived.gradients(dxs), None
 
-    def _ends(
-        self, i: int, kept: RankMicroBatch, loss: Tensor | None
-    ) -> tuple[Tensors, Sequence[Tensor | None]]:
-        """Return the tensors to go backward from, and their gradients; ``None`` for a one."""
-        of_batch = self._partition.batch.loss
-        if loss is not None and of_batch is not None:
-            return (loss * of_batch.gradient_of(i, loss.detach()),), (None,)
-        if kept.parcel is FAILED:
-            return (self._partition.zero(kept.ys),), (None,)
-        left = iter(kept.dys)
-        return kept.ys, [next(left) if y.requires_grad else None for y in kept.ys]
+    def _backward(self, i: int, go_back: Callable[[], None]) -> None:
+        """Compute ``B`` of a micro-batch by ``go_back()``, unless anything has failed."""
+        batch = self._batch
+        if self._is_wrapped or not batch.is_failed:
+            raises = self._is_wrapped or batch.is_sharded
+            self._carry_out(BACKWARD, i, raises, self._partition.layers.backward, i, go_back)
 
     def backward_weight_one_chunk(self, i: int, last_backward: bool = False) -> None:
-        kept = self._kept[i]
-        given, kept.second_half = kept.second_half, {}
-        if given:  # else the first half failed, or did both
-            kind = "full" if self.is_first else "weight"
-            self._partition.backward(i, lambda: self.backward_maybe_with_nosync(kind, given))
+        later = self._kept[i].deferred
+        if later:  # else the first half failed, or did both
+            self._backward(i, lambda: _accumulate(*compute_deferred(later)))
 
     def get_bwd_send_ops(self, i: int) -> list[dist.P2POp]:
         return transfers(dist.isend, self.get_local_bwd_output(i), self._before, self._group)
@@ -186,6 +267,33 @@ class RankStage(PipelineStage):
         dxs, kept.dxs = kept.dxs, ()
         return dxs
 
-    def _tag(self, i: int, j: int) -> int:
-        """Return the number of the header of micro-batch ``i`` that partition ``j`` receives."""
-        return 1 + i * self.num_stages + j
+
+# torch wraps each error of a backward in one that prints all of its inputs, which may be long.
+_TORCHS_ERROR = "Failed to run stage backward"
+
+
+def _entered(x: Value) -> Value:
+    """Pass the leaves of ``x`` through an operation, since no layer may change a leaf in place."""
+    xs, rebuild = differentiable(x)
+    return rebuild(join(ENTRANCE, *xs)) if xs else x
+
+
+def _differentiate_inputs(
+    ys: Tensors, dys: Sequence[Tensor | None], kept: RankMicroBatch
+) -> Sequence[Tensor | None]:
+    """Return the gradients of what came in; add those of weights that cannot be put off."""
+    pairs = [(y, dy) for y, dy in zip(ys, dys, strict=True) if y.requires_grad and dy is not None]
+    edges = [edge_of(y) for y, _ in pairs]
+    ends, count = [edge.node for edge in edges], len(kept.xs)
+    deferral = Deferral(leaves_behind(ends, [*kept.xs, ENTRANCE]), ends)
+    run = lambda wanted, ys, dys: differentiate(ys, wanted, dys)  # noqa: E731
+    given = (*kept.xs, *deferral.leaves), edges, [dy for _, dy in pairs]
+    found, kept.deferred = deferral.differentiate(run, *given)
+    _accumulate(deferral.leaves, found[count:])
+    return found[:count]
+
+
+def _accumulate(leaves: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    for leaf, dx in zip(leaves, gradients, strict=True):
+        if dx is not None:  # it may share memory with others
+            leaf.grad = dx.clone() if leaf.grad is None else leaf.grad + dx

@@ -15,33 +15,39 @@ from time import perf_counter
 
 import torch
 
-from pipert.distributed.rank_agreement import Agreement
 from pipert.distributed.rank_run import RankRuntime
 from pipert.observe.event import BACKWARD, FORWARD, RECOMPUTE, WAIT, Event
 from pipert.observe.recorder import Recording
 from pipert.timeline.timeline import Timeline
 
 _MEETINGS = 7  # a rank may be woken late from one or two of them
+Recorded = tuple[list[Event], set[int], set[int], list[float]]
+"""The events of a rank, its steps and failed calls, and when it went on from the meetings."""
 
 
 class RankTimeline(Timeline):
-    """The events of all ranks of a pipeline; it is filled when the block has ended on all."""
+    """The events of all ranks of a pipeline; there are none before the block has ended on all."""
 
     def __init__(self, homes: Sequence[int], devices: Sequence[torch.device]) -> None:
         self._ranks = sorted(set(homes))
-        workers = [self._ranks.index(home) for home in homes]
-        super().__init__((), devices, workers)
+        super().__init__((), devices, [self._ranks.index(home) for home in homes])
 
     @property
     def lanes(self) -> tuple[str, ...]:
         """The names of the ranks, such as ``'rank 0'``."""
         return tuple([f"rank {rank}" for rank in self._ranks])
 
-    def fill(self, events: list[Event], steps: set[int], failed: set[int]) -> None:
-        """Take the recordings of all ranks."""
+    def fill(self, recorded: dict[int, Recorded]) -> None:
+        """Take the recordings of all ranks, by the clock of the first."""
+        first, events = recorded[self._ranks[0]], list[Event]()
+        for rank in self._ranks:
+            own, _, _, met = recorded[rank]
+            ahead = median([mine - theirs for mine, theirs in zip(met, first[3], strict=True)])
+            events += [replace(e, start=e.start - ahead, end=e.end - ahead) for e in own]
         events.sort(key=lambda event: (event.start, event.end))
         shown = [*_cut_at_recomputations(events), *_waits(events, self._workers)]
-        super().__init__(shown, self.devices, self._workers, steps, failed)
+        failed = {number for rank in self._ranks for number in recorded[rank][2]}
+        super().__init__(shown, self.devices, self._workers, first[1], failed)
 
 
 @contextmanager
@@ -52,39 +58,19 @@ def record(runtime: RankRuntime) -> Iterator[Timeline]:
     is exchanged.
     """
     site, agreement = runtime.site, runtime.site.agreement
-    device_of = agreement.agree(site.device, to="record()")
-    devices = [agreement.of(home, device_of) for home in site.homes]
-    timeline = RankTimeline(site.homes, devices)
-    recording = Recording([site.device])
-    ahead = _seconds_ahead(agreement, recording)
+    recording, met = Recording([site.device]), list[float]()
+    for _ in range(_MEETINGS):
+        devices = agreement.agree(site.device, to="record()")
+        met.append(recording.origin.date(perf_counter(), torch.device("cpu")))
+    timeline = RankTimeline(site.homes, [agreement.of(home, devices) for home in site.homes])
     runtime.counters.start_recording(recording)
     try:
         yield timeline
     finally:
         runtime.counters.stop_recording(recording)
-    events = [
-        replace(event, start=event.start - ahead, end=event.end - ahead)
-        for event in recording.events()
-    ]
-    own = events, recording.steps, recording.failed
+    own = recording.events(), recording.steps, recording.failed, met
     reports = agreement.agree(own, to="the end of record()")
-    parts = [agreement.of(rank, reports) for rank in sorted(set(site.homes))]
-    timeline.fill(
-        [event for events, *_ in parts for event in events],
-        set().union(*[steps for *_, steps, _ in parts]),
-        set().union(*[failed for *_, failed in parts]),
-    )
-
-
-def _seconds_ahead(agreement: Agreement, recording: Recording) -> float:
-    """Return how far the recording's clock is ahead of that of the first rank."""
-    met = []
-    for _ in range(_MEETINGS):
-        agreement.agree(None)
-        met.append(recording.origin.date(perf_counter(), torch.device("cpu")))
-    first = agreement.agree(met)[0]
-    ahead: float = median([mine - theirs for mine, theirs in zip(met, first, strict=True)])
-    return ahead
+    timeline.fill(dict(zip(agreement.ranks, reports, strict=True)))
 
 
 def _waits(events: Sequence[Event], workers: Sequence[int]) -> list[Event]:

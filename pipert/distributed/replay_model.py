@@ -32,7 +32,7 @@ from pipert.distributed.placeholders import (
     inputs_unchanged,
     untouched,
 )
-from pipert.distributed.rank_partition import RankBatch
+from pipert.distributed.rank_partition import Compute, RankBatch
 from pipert.distributed.replay import Replay
 from pipert.layers.call import Layers
 from pipert.layers.modules import modules_of
@@ -235,9 +235,9 @@ class ReplayModel:
         """Return a block that restores what the model keeps."""
         return untouched(self.cuts.model)
 
-    def computing(self, place: Place, layers: Layers, batch: RankBatch) -> ReplayComputing:
+    def computing(self, place: Place, layers: Layers, batch: RankBatch) -> Compute:
         """Return what computes a partition in a mini-batch."""
-        return ReplayComputing(self, place, layers, batch)
+        return ReplayComputing(self, place, layers, batch).forward
 
 
 @dataclass(eq=False)
@@ -309,7 +309,3 @@ class ReplayComputing:
         }
         returned.clear()
         return map_tensors(y, lambda t: same.get(id(t), t)) if same else y
-
-    def backward(self, i: int, go_back: Callable[[], Any]) -> None:
-        """Differentiate under the random numbers of the backward."""
-        self.layers.backward(i, go_back)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch.distributed.pipelining import ScheduleGPipe, ScheduleLoopedBFS
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from pipert.distributed.rank_stage import RankStage
-from pipert.distributed.split_backward import IS_SPLIT
 
 _SINGLE = ("gpipe", "1f1b")  # with one partition on each rank
 _V_SHAPED = "zbvzerobubble"  # with two
@@ -43,12 +40,6 @@ def check_schedule(schedule: Any, n: int, ranks: int, checkpoint: str) -> str:
         raise ValueError(
             f"schedule {schedule!r} splits each backward in two, which would recompute twice; use "
             f"checkpoint='never', or another schedule (checkpoint is {checkpoint!r})"
-        )
-    if name in _SPLITTING and not IS_SPLIT:
-        warnings.warn(
-            f"schedule {schedule!r} does not split backwards before torch 2.13 (this is torch "
-            f"{torch.__version__}): gradients are right, and bubbles stay as long as under 1F1B",
-            stacklevel=3,
         )
     return "1f1b" if name == "interleaved" and n == ranks else name
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pipert import distributed
 from pipert.balance import Arguments, crossing_sizes
-from pipert.distributed import rank_partition
+from pipert.distributed import rank_stage
 from pipert.distributed.rank_boundary import Arrived, Parcel, pack
 from pipert.distributed.rank_stage import RankStage
 from tests.distributed.launcher import run
@@ -137,8 +137,8 @@ def keeps(rank: int, schedule: str, balance: list[int]) -> list[int]:
 
     def counting(stage: RankStage) -> None:
         for kept in stage._kept.values():
-            alive.append(sum(map(len, (kept.xs, kept.ys, kept.dys, kept.dxs, kept.parcel.tensors))))
-        alive.append(len(stage._partition.arrived))
+            alive.append(sum(map(len, (kept.xs, kept.ys, kept.dys, kept.dxs, kept.tensors))))
+            alive.append(kept.arrived is not None)
         end(stage)
 
     model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
@@ -169,7 +169,7 @@ def bytes_sent(rank: int, case: Case, balance: list[int]) -> int:
         return parcels[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rank_partition, "pack", packing)
+        patch.setattr(rank_stage, "pack", packing)
         distributed.Pipe(case.model, balance).forward_backward(
             *case.args, **case.kwargs, target=case.target, loss_fn=F.mse_loss
         )

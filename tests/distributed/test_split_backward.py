@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from pipert import distributed
-from pipert.distributed.split_backward import behind_one_node, can_be_split
+from pipert.autograd.weight_gradients import compute_deferred
+from pipert.distributed import rank_stage
 from tests.distributed.launcher import in_sweep, run
 
 SCHEDULES = ["InterleavedZeroBubble", "ZBVZeroBubble"]
@@ -161,9 +162,21 @@ def test_gradients_are_the_plain_modules(schedule: str, kind: str) -> None:
     assert seen == set(named)
 
 
-def test_a_change_in_place_of_an_input_without_grad_is_not_split() -> None:
-    """It makes the input require grad, and torch would take it for a leaf."""
-    x, skip, weight = torch.ones(2), torch.ones(2, requires_grad=True), torch.ones(2)
-    weight.requires_grad_()
-    outputs = behind_one_node((x.mul_(weight), skip * 2.0))
-    assert not can_be_split(outputs[0], (x, skip), [weight])
+def deferred(rank: int, schedule: str) -> list[int]:
+    """Returns how many uses of weights each second half has computed."""
+    counts: list[int] = []
+
+    def counting(later: list[Any]) -> Any:
+        counts.append(len(later))
+        return compute_deferred(later)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rank_stage, "compute_deferred", counting)
+        steps(rank, schedule, "plain")
+    return counts
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_weights_wait_for_the_second_half(schedule: str) -> None:
+    for counts in run(2, deferred, schedule):
+        assert len(counts) > 4 and all(counts)
