@@ -8,6 +8,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import cache, partial
+from itertools import starmap
 from typing import Any, NoReturn, Self
 
 import torch
@@ -17,10 +18,9 @@ from pipert._typing import Value
 from pipert.any_model.shared_state import SharedState
 from pipert.batch.joining import JoinNumbers, gather
 from pipert.batch.microbatch import (
+    arguments_of,
+    as_value,
     batch_of_step,
-    explain_keywords,
-    explained_values,
-    keywords_of,
     ready,
     scatter_with_sizes,
 )
@@ -166,11 +166,8 @@ class PipeBase(Settings):
         """
         seconds = self._limit_of_call(timeout)
         checkpointed = recomputed_in_each(self.checkpoint, 1, len(self._partitions))
-
-        def outputs_of(values: Iterator[Value]) -> Iterator[Value]:
-            return self._runtime.map(values, checkpointed, seconds) if self._partitions else values
-
-        return explained_values(ready(microbatches), outputs_of)
+        values = starmap(as_value, map(arguments_of, ready(microbatches)))
+        return self._runtime.map(values, checkpointed, seconds) if self._partitions else values
 
     def forward_backward(
         self,
@@ -260,11 +257,10 @@ class PipeBase(Settings):
         checkpointed = recomputed_in_each(chosen, m, n)
         planned = plan(schedule, m, n, self._runtime.workers, checkpointed)
         beside = cache(partial(unpartitioned_weights, self._partitions, (entry, loss_fn)))
-        run_step, keys = Step(loss, return_outputs, beside), keywords_of(inputs)
+        run_step = Step(loss, return_outputs, beside)
         try:
             total = self._step(inputs, planned, run_step, seconds, own)
         except TypeError as error:
-            explain_keywords(error, keys)
             if step is not None and microbatches is None and not (args or kwargs):
                 error.add_note("step got no micro-batch; give microbatches, or arguments to split")
             raise
