@@ -1,4 +1,4 @@
-"""``PipeBase``: what all pipes do, from running mini-batches to closing."""
+"""``PipeBase``: runs mini-batches, records, observes and closes, for all kinds of pipes."""
 
 from __future__ import annotations
 
@@ -196,16 +196,16 @@ class PipeBase(Settings):
         none, unless a parameter's hook fails while they are added. Hooks see the whole gradient,
         once. Inputs that require grad get their gradients through the caller's graph.
 
-        Which micro-batches are recomputed depends on :attr:`checkpoint`. If that was never chosen,
-        none are; but with ``'gpipe'`` and your own schedules, all except the last.
+        If you have not chosen a :attr:`checkpoint`, nothing is recomputed; but with ``'gpipe'`` and
+        schedules of your own, all micro-batches except the last.
 
         Args:
             *args: as in :meth:`forward`.
             **kwargs: likewise.
             loss_fn: required; called with the output and the target of each micro-batch, on the
                 last worker; returns a tensor of one element.
-            target: any pytree; split like the arguments, and moved to the last device. Of
-                ``microbatches`` an iterable with one target for each.
+            target: any pytree; split like the arguments, and moved to the last device. With
+                ``microbatches``, an iterable with one target for each.
             microbatches: micro-batches that are ready, in place of arguments: an iterable with a
                 dict of keyword arguments for each, a tuple of positional ones, or a single one.
                 Nothing is split, so each may have shapes of its own; the mean is over their losses.
@@ -223,10 +223,10 @@ class PipeBase(Settings):
             timeout: as in :meth:`forward`.
 
         Returns:
-            The loss of the mini-batch, unscaled, on the last device; it has no graph, since the
-            backward is done: call no ``backward()``. With
-            ``return_outputs`` a pair of it and what :meth:`forward` would return, without a graph;
-            of ``microbatches`` a list with the output of each.
+            The loss of the mini-batch, unscaled, on the last device. It has no graph, since the
+            backward is done: call no ``backward()``. With ``return_outputs``, a pair of the loss
+            and what :meth:`forward` would return, without a graph; with ``microbatches``, a list
+            of their outputs.
 
         Raises:
             ValueError: as :meth:`forward`; or the schedule or the reduction is unknown.
