@@ -16,7 +16,7 @@ from torch import nn
 
 from pipert._typing import Value
 from pipert.autograd.hooks import Hooks
-from pipert.batch.microbatch import Arguments
+from pipert.batch.microbatch import Arguments, explain_keywords
 from pipert.batch.tensors import Carried, describe
 from pipert.errors import add_note
 from pipert.layers.buffers import has_buffers, locked
@@ -160,6 +160,7 @@ class Layers:
             return value if store is None else Carried(value, store.entries())
         except BaseException as error:
             add_note(error, partial(self._note_of_layer, i, done, value))
+            explain_keywords(error, value)
             raise
         finally:
             if store is not None:
