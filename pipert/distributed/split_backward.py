@@ -59,7 +59,7 @@ def can_be_split(end: Tensor, inputs: Iterable[Tensor], weights: Iterable[Tensor
     if behind.leaves:
         return False
     parents: dict[Any, list[Any]] = defaultdict(list)
-    for node in behind.nodes - {None}:
+    for node in behind.nodes:
         for child, _ in node.next_functions:
             parents[child].append(node)
     leaf_of = {node: node.variable for node in parents if type(node) is AccumulateGrad}
