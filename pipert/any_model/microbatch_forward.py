@@ -189,7 +189,8 @@ class MicroBatchForward:
         if layer.begins > self.j:
             self._layers.begun.add(layer.begins)
             self._go_on_to(layer.begins)
-        self._current_stage()
+        if self._stage is None:
+            raise Unwound
         self._is_in_layer = True
         try:
             return self._around.call(layer, call, args, kwargs)

@@ -19,7 +19,7 @@ from pipert.autograd.hooks import Hooks
 from pipert.batch.microbatch import Arguments, explain_keywords
 from pipert.batch.tensors import Carried, describe
 from pipert.errors import add_note
-from pipert.layers.buffers import has_buffers, locked
+from pipert.layers.buffers import locks_of, under
 from pipert.layers.compiling import call_compiled, is_compiled
 from pipert.layers.effects import Effect, Effects
 from pipert.layers.parameter_copies import ParameterCopies
@@ -134,7 +134,7 @@ class Layers:
         """Compute some of the layers, one after the other."""
         buffers = self._snapshot.buffers if self._snapshot and is_recomputing() else {}
         if self._with_buffers is None:
-            self._with_buffers = {layer for layer in self._layers if has_buffers(layer)}
+            self._with_buffers = set(filter(locks_of, self._layers))
         store = None
         if self._skips is not None:
             value, skips = value
@@ -227,8 +227,10 @@ class Layers:
         self, layer: nn.Module, call: Callable[..., Value], /, *args: Any, **kwargs: Any
     ) -> Value:
         """Call ``layer``, and no other at the same time that has its buffers."""
-        with locked(layer, self._effects):
-            return call(*args, **kwargs)
+        if locks := locks_of(layer):
+            with under(locks, self._effects):
+                return call(*args, **kwargs)
+        return call(*args, **kwargs)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Iterate over the parameters of the layers."""
