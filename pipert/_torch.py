@@ -17,7 +17,7 @@ from __future__ import annotations
 import importlib
 import operator
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -111,9 +111,14 @@ _needed("_sequence_nr", _node)
 sequence_nr: Callable[[Any], int] = operator.methodcaller("_sequence_nr")
 """The number of a node, counted by the thread that created it."""
 
-_outputs = _or(property(lambda _: ()), "torch._C:_FunctionBase._input_metadata")
-outputs_of: Callable[[Any], Any] = _outputs.__get__
-"""What a node in Python knows of its outputs. The fallback leaves an error to torch."""
+_or((), "_input_metadata", _node)
+
+
+def outputs_of(node: Any) -> Sequence[Any]:
+    """Return what a node knows of each of its outputs; empty if torch does not tell."""
+    found: Sequence[Any] = getattr(node, "_input_metadata", ())
+    return found
+
 
 set_sequence_nr: Callable[[Any, int], None] = _needed("torch._C:_FunctionBase._set_sequence_nr")
 """Sets the number of the node of a ``Function``, given its context."""
@@ -237,6 +242,10 @@ _needed("torch.utils._pytree:SUPPORTED_NODES")
 # Modes of a thread --------------------------------------------------------------------------------
 
 function_modes: Get = _needed("torch.overrides:_get_current_function_mode_stack")
+function_mode_count: Get = _needed("torch._C:_len_torch_function_stack")
+function_mode_at: Callable[[int], Any] = _needed("torch._C:_get_function_stack_at")
+push_function_mode: Callable[[Any], None] = _needed("torch._C:_push_on_torch_function_stack")
+pop_function_mode: Get = _needed("torch._C:_pop_torch_function_stack")
 
 dispatch_modes: Get = _needed("torch.utils._python_dispatch:_get_current_dispatch_mode_stack")
 push_dispatch_mode: Callable[[Any], None] = _needed("torch.utils._python_dispatch:_push_mode")

@@ -111,8 +111,8 @@ class NestedCheckpointError(PipertError):
 
 
 class TransformError(PipertError):
-    """A pipe was called under a ``torch.func`` transform, under forward-mode differentiation, or by
-    code of which torch.compile, torch.export, torch.jit or torch.fx makes a graph.
+    """A pipe was called inside a ``torch.func`` transform, forward-mode differentiation, or code
+    that ``torch.compile``, ``torch.export``, ``torch.jit`` or ``torch.fx`` traces.
 
     These apply only to the thread that began them, not to the workers. Use ``backward`` or
     ``torch.autograd.grad``; compile each layer, then wrap the layers.

@@ -52,9 +52,9 @@ def pipeline(
         cuts: names of modules, as in ``model.named_modules()``, in the order in which they are
             called. Partition *j* begins with the first call of the *j*-th of them. Default: the
             cuts of the model's ``hf_device_map``, if it was loaded with one, or found by measuring.
-        partitions: the number of partitions, instead of ``cuts``; ``example`` is run to find cuts
-            for which each takes about as long. ``pipe.cuts`` tells which were chosen. ``'auto'``,
-            and the default without cuts, is the number of devices.
+        partitions: the number of partitions, instead of ``cuts``: measuring ``example`` finds cuts
+            after which each takes about as long; see ``pipe.cuts``. ``'auto'``, and the default
+            without cuts, is the number of devices.
         example: a mini-batch, as large as those to train with: a dict of keyword arguments of the
             model, a tuple of positional ones, or a single one. It is split into ``chunks``, and the
             first micro-batch is run.

@@ -22,12 +22,15 @@ from torch.overrides import TorchFunctionMode
 
 from pipert._torch import (
     base_of,
-    function_modes,
+    function_mode_at,
+    function_mode_count,
+    pop_function_mode,
+    push_function_mode,
     sequence_nr,
 )
 from pipert._typing import Value
 from pipert.any_model.boundary_tensors import BoundaryTensors
-from pipert.any_model.map_tensors import map_tensors
+from pipert.any_model.map_tensors import map_each, map_tensors
 from pipert.any_model.microbatch_graph import MicroBatchGraph
 from pipert.any_model.tensor_copies import TensorCopies
 from pipert.batch.tensors import describe, tensors_of
@@ -87,9 +90,9 @@ class Intercept(TorchFunctionMode):
 
     def bring_all(self, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Return the arguments of a call with each tensor brought into the current partition."""
-        brought = tuple([map_tensors(value, self.bring) for value in args])
+        brought = tuple(map_each(args, self.bring))
         if kwargs:
-            kwargs = {name: map_tensors(value, self.bring) for name, value in kwargs.items()}
+            kwargs = dict(zip(kwargs, map_each(kwargs.values(), self.bring), strict=True))
         return brought, kwargs
 
     def bring(self, tensor: Tensor) -> Tensor:
@@ -172,16 +175,16 @@ class Paused:
         self._mode = mode
 
     def __enter__(self) -> None:
-        modes = function_modes()
-        self._was_on_top = bool(modes) and modes[-1] is self._mode
+        count = function_mode_count()
+        self._was_on_top = count > 0 and function_mode_at(count - 1) is self._mode
         if self._was_on_top:
-            self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            pop_function_mode()
         else:
             self._was_on, self._mode.is_on = self._mode.is_on, False
 
     def __exit__(self, *_: object) -> None:
         if self._was_on_top:
-            self._mode.__enter__()  # type: ignore[no-untyped-call]
+            push_function_mode(self._mode)
         else:
             self._mode.is_on = self._was_on
 

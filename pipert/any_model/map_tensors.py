@@ -4,15 +4,29 @@ from __future__ import annotations
 
 import operator
 from collections import UserDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipert._torch import pytree
 from pipert.batch.tensors import tensors_of
 from pipert.batch.trees import ORDINARY, is_opaque
+
+_WITHOUT_TENSORS = ORDINARY - {Tensor, nn.Parameter} | {slice, type(...)}
+
+
+def map_each(values: Iterable[Any], bring: Callable[[Tensor], Tensor]) -> list[Any]:
+    """Return :func:`map_tensors` of each value. Runs for each call, so it does most by itself."""
+    found = []
+    for value in values:
+        if type(value) is Tensor:
+            value = bring(value)
+        elif type(value) not in _WITHOUT_TENSORS:
+            value = map_tensors(value, bring)
+        found.append(value)
+    return found
 
 
 def map_tensors(value: Any, bring: Callable[[Tensor], Tensor]) -> Any:
@@ -21,13 +35,13 @@ def map_tensors(value: Any, bring: Callable[[Tensor], Tensor]) -> Any:
     Lists and dicts, those derived from them, and registered dataclasses stay the same objects,
     since the called function may change them.
     """
+    kind = type(value)
     if isinstance(value, Tensor):
         return bring(value)
-    kind = type(value)
-    if kind in ORDINARY:  # most are
+    if kind in ORDINARY:
         return value
     if kind is tuple:
-        return tuple([map_tensors(item, bring) for item in value])
+        return tuple(map_each(value, bring))
     if isinstance(value, list | deque | dict | UserDict):
         items = enumerate(value) if isinstance(value, list | deque) else value.items()
         for key, item in list(items):

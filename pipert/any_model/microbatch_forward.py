@@ -51,7 +51,7 @@ from torch import nn
 from pipert._typing import Value
 from pipert.any_model.around_layers import AroundLayers, ModelRun
 from pipert.any_model.hand_off import POLL, HandOff
-from pipert.batch.microbatch import Arguments
+from pipert.batch.microbatch import Arguments, explain_keywords
 from pipert.errors import PipeClosedError, PipertError, add_note
 from pipert.layers.intercepted import here
 from pipert.layers.phase import begin_microbatch, end_microbatch
@@ -162,6 +162,7 @@ class MicroBatchForward:
                 self._stage.place.note(error, Action(FORWARD, self.i, self.j))
             if type(error).__module__.startswith("torch._dynamo"):
                 add_note(error, lambda: _COMPILED)
+            explain_keywords(error, x)
             raise
         finally:
             end_microbatch()
@@ -188,7 +189,8 @@ class MicroBatchForward:
         if layer.begins > self.j:
             self._layers.begun.add(layer.begins)
             self._go_on_to(layer.begins)
-        self._current_stage()
+        if self._stage is None:
+            raise Unwound
         self._is_in_layer = True
         try:
             return self._around.call(layer, call, args, kwargs)

@@ -9,6 +9,8 @@ the same values but another graph, takes its place.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import compress, repeat
+from operator import is_
 
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
@@ -93,8 +95,9 @@ class MicroBatchGraph:
             RuntimeError: the graph leads into that of an earlier partition, or of another
                 micro-batch or call.
         """
-        for node in behind.nodes:
-            if type(node) is ENTERED and getattr(node, "mark", self._mark) is not self._mark:
+        is_entrance = map(is_, map(type, behind.nodes), repeat(ENTERED))
+        for node in compress(behind.nodes, is_entrance):
+            if getattr(node, "mark", self._mark) is not self._mark:
                 raise RuntimeError(_KEPT)
         earlier = range(next(iter(self._numbers.values())).start, self._numbers[j].start)
         if any(sequence_nr(node) in earlier for node in behind.others):
@@ -150,7 +153,8 @@ def _nodes(tensors: Iterable[Tensor]) -> list[Node]:
 
 def _reachable(roots: Iterable[Node], stop: Iterable[Node]) -> set[Node]:
     """Return the nodes that a backward from ``roots`` reaches, without going past ``stop``."""
-    return leaves_behind(roots, stop=stop).nodes - {*stop, None}
+    behind = leaves_behind(roots, stop=stop)
+    return {*behind.nodes, *_nodes(behind.leaves)}
 
 
 _KEPT = (

@@ -133,10 +133,9 @@ class Routed(Guest):
         pipe = self._pipe
         if pipe is None:  # closed in this moment
             return call(*args, **kwargs)
-        given, tensors = self._named(args, kwargs), tensors_of((args, kwargs))[0]
+        given, first = self._named(args, kwargs), _first_tensor((*args, *kwargs.values()))
         number = number_of_items(self._module, given)
         makes_cache = self._makes_cache(given)
-        first = tensors[0] if tensors else None
         why = self._why_in_one(pipe, given, first, number is not None, makes_cache)
         is_training = torch.is_grad_enabled()
         if why == _UNKNOWN_LOSS and not self._has_warned and is_training and pipe.chunks > 1:
@@ -152,12 +151,13 @@ class Routed(Guest):
         if makes_cache:  # by default without gradients only
             keeps = not is_training or not pipe.splits_or_recomputes(bool(why))
             kwargs = {**kwargs, "use_cache": keeps or _refuse_packed(self._module, given)}
-        whole = {id(value) for name, value in given.items() if _is_whole(name, value)}
-        args = tuple([Replicate(each) if id(each) in whole else each for each in args])
-        kwargs = {k: Replicate(each) if id(each) in whole else each for k, each in kwargs.items()}
+        if not why:
+            whole = {id(value) for name, value in given.items() if _is_whole(name, value)}
+            args = tuple([Replicate(x) if id(x) in whole else x for x in args])
+            kwargs = {k: Replicate(x) if id(x) in whole else x for k, x in kwargs.items()}
         join = _refuse_numbers if number is None else _Sum()
         y = pipe.call_part(self._module, call, args, kwargs, why, join)
-        return _on(tensors[0].device, y) if tensors else y
+        return y if first is None else _on(first.device, y)
 
     def _why_in_one(
         self, pipe: Runs, given: dict[str, Any], first: Any, adds_up: bool, makes_cache: bool
@@ -294,6 +294,13 @@ _WHOLE = {
     "decoder_head_mask", "head_mask", "logits_to_keep", "num_logits_to_keep",
 }  # fmt: skip
 _OF_TIMES = {"attn_mask", "memory_mask", "src_mask", "tgt_mask"}
+
+
+def _first_tensor(values: Iterable[Any]) -> Tensor | None:
+    for value in values:
+        if tensors := tensors_of(value)[0]:
+            return tensors[0]
+    return None
 
 
 def _dim(value: Any) -> int:

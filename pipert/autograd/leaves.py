@@ -27,6 +27,7 @@ lookup need the interpreter's lock.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import chain
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -35,7 +36,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
-from pipert._torch import AccumulateGrad, sequence_nr, tensor_hooks
+from pipert._torch import AccumulateGrad, outputs_of, sequence_nr, tensor_hooks
 
 
 def accumulators(tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -61,8 +62,10 @@ class Behind(NamedTuple):
     leaves: list[Tensor]
     others: list[Node]
     """The nodes of other graphs, which other backward passes may go through as well; no casts."""
-    nodes: set[Node]
-    """All nodes that were found."""
+    nodes: list[Node]
+    """All nodes that were found, except those of leaves."""
+    numbers: list[int]
+    """The sequence numbers of those that are of this graph."""
 
 
 def leaves_behind(
@@ -97,14 +100,17 @@ def leaves_behind(
     if ours is not None and found and not (min(numbers) in ours and max(numbers) in ours):
         strange = [node for node, number in zip(found, numbers, strict=True) if number not in ours]
         others = [node for node in strange if not is_cast_of_leaf(node)]
+        numbers = [number for number in numbers if number in ours]
     variables = list(map(_variable, accumulators))
     leaves = dict(zip(map(id, variables), variables, strict=True))
     for leaf in known:
         leaves.pop(id(leaf), None)
-    return Behind([leaf for leaf in leaves.values() if leaf.requires_grad], others, seen)
+    trained = [leaf for leaf in leaves.values() if leaf.requires_grad]
+    return Behind(trained, others, found, numbers)
 
 
 _variable: Callable[[Any], Tensor] = attrgetter("variable")
+_next_functions: Callable[[Any], Iterable[Any]] = attrgetter("next_functions")
 
 
 def origins(
@@ -113,7 +119,7 @@ def origins(
     """Returns the leaves of a task's graph, if the task is a function of them and its inputs alone.
 
     Args:
-        ys: the outputs.
+        ys: the outputs, which require grad.
         begins: the node and the number of its output at which the graph begins, for each input.
         made: the numbers of the nodes that the task created.
 
@@ -124,42 +130,26 @@ def origins(
         refuses to be in a part of a backward.
     """
     stops = {node for node, _ in begins}
-    seen: set[Any] = {*stops, None}
-    leaves = {id(y): y for y in ys if y.is_leaf}  # by id: to hash a tensor is a call into Python
-    roots: dict[Any, None] = dict.fromkeys([y.grad_fn for y in ys])
-    found = [node for node in roots if node not in seen]
-    seen.update(found)
-    accumulators: list[Any] = []
-    accumulating, numbers = AccumulateGrad, list[int]()
-    if any((y.grad_fn, y.output_nr) not in begins for y in ys if y.grad_fn in stops):
-        return None
-    for node in found:  # which grows
-        number = sequence_nr(node)
-        if number in made:
-            numbers.append(number)
-        elif not is_cast_of_leaf(node):
-            return None
-        for edge in node.next_functions:
-            child = edge[0]
-            if child not in seen:
-                seen.add(child)
-                (accumulators if type(child) is accumulating else found).append(child)
-            elif child in stops and edge not in begins:
-                return None  # another output of the node that made an input
+    ends = [(y.grad_fn, y.output_nr) for y in ys if y.grad_fn is not None]
+    behind = leaves_behind([node for node, _ in ends if node not in stops], (), made, stops)
     # Each thread counts its own nodes, so of two with the same number one is not the task's. If the
     # numbers do not tell, the pair is right as well: it differentiates all that it computes again.
-    if len(set(numbers)) < len(numbers):
+    if behind.others or len(set(behind.numbers)) < len(behind.numbers):
         return None
-    for node in accumulators:
-        leaf = node.variable
-        leaves[id(leaf)] = leaf
-    trained, kinds = [leaf for leaf in leaves.values() if leaf.requires_grad], set(map(type, found))
+    if any([len(outputs_of(node)) != 1 for node in stops]):  # another output may be used as well
+        edges = [*ends, *chain.from_iterable(map(_next_functions, behind.nodes))]
+        if any(edge[0] in stops and edge not in begins for edge in edges):
+            return None
+    leaves = [y for y in ys if y.is_leaf]
+    known = set(map(id, leaves))
+    leaves += [leaf for leaf in behind.leaves if id(leaf) not in known]
+    kinds = set(map(type, behind.nodes))
     has_functions = is_in_python(kinds)
     if has_functions:
         is_reentrant = any(kind.__name__ == _REENTRANT for kind in kinds)
-        if is_reentrant or any(map(tensor_hooks, trained)):
+        if is_reentrant or any(map(tensor_hooks, leaves)):
             return None
-    return trained, has_functions
+    return leaves, has_functions
 
 
 _REENTRANT = "CheckpointFunctionBackward"

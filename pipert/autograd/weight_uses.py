@@ -57,8 +57,7 @@ def find_uses(behind: Behind, ends: Sequence[Node]) -> list[WeightUse]:
     Raises:
         RuntimeError: an input was changed in place.
     """
-    nodes = [node for node in behind.nodes if node is not None]
-    shared = set(behind.others)
+    nodes, shared = behind.nodes, set(behind.others)
     known = [node for node in nodes if type(node).__name__ in RULES and node not in shared]
     uses = [use for node in sorted(known, key=sequence_nr) if (use := _use_of(node)) is not None]
     if not uses:

@@ -151,7 +151,7 @@ def measure_calls(
         try:
             then(model(*args, **kwargs))
         except TypeError as error:
-            explain_keywords(error, kwargs)
+            explain_keywords(error, example)
             raise
         calls.end_own_code(())
     return calls.costs()

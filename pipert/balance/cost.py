@@ -89,7 +89,7 @@ def joined(costs: Sequence[Cost]) -> Cost:
 _TIMES = "forward", "backward", "split", "weight"
 _PEAKS = "forward_peak", "backward_peak", "split_peak"
 _NOISE = 0.25
-"""A layer is no slower than equal ones if it is not so, by this part, in each round."""
+"""A layer counts as slower than equal ones only if it is, by this share, in each round."""
 
 
 def medians(rounds: Sequence[Sequence[Cost]]) -> list[Cost]:

@@ -184,7 +184,7 @@ def layer_sizes(
 def crossing_sizes(
     module: nn.Sequential, example: Value, *, chunks: int = 1, device: Device | None = None
 ) -> list[int]:
-    """Measures, for each layer, the bytes that cross to its partition if the cut is before it.
+    """Measures the bytes that cross a cut before each layer.
 
     These are the output of the layer before, and each skip that is stashed before the cut and
     popped behind it, as a :class:`pipert.distributed.Pipe` sends them; in a :class:`pipert.Pipe`

@@ -16,7 +16,7 @@ chunk, and of micro-batches that are :func:`ready`, nothing is split, so rows do
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -106,37 +106,15 @@ def arguments_of(microbatch: Any) -> Arguments:
     return Arguments(microbatch if isinstance(microbatch, tuple) else (microbatch,))
 
 
-def explained_values(
-    microbatches: Iterable[Any], outputs_of: Callable[[Iterator[Value]], Iterator[Value]]
-) -> Iterator[Value]:
-    """Yield the outputs of what micro-batches stand for; explain errors of keyword arguments."""
-    keys = set[str]()
-
-    def value_of(microbatch: Any) -> Value:
-        arguments = arguments_of(microbatch)
-        keys.update(arguments.kwargs)
-        return as_value(*arguments)
-
-    try:
-        yield from outputs_of(map(value_of, microbatches))
-    except TypeError as error:
-        explain_keywords(error, keys)
-        raise
-
-
-def keywords_of(inputs: Iterable[Value]) -> set[str]:
-    """Return the names of the keyword arguments in micro-batches."""
-    return {key for each in inputs if isinstance(each, Arguments) for key in each.kwargs}
-
-
-def explain_keywords(error: TypeError, keys: Container[str]) -> None:
-    """Add how a dict is the only argument, if one of its ``keys`` is an unexpected keyword."""
-    found = re.search(r"unexpected keyword argument '(.*?)'", str(error))
-    if found and found[1] in keys:
-        error.add_note(
-            "the entries of a dict are keyword arguments; if the model takes the dict itself, as "
-            "its one positional argument, give (batch,) in place of batch"
-        )
+def explain_keywords(error: BaseException, value: Value) -> None:
+    """Add how to pass a dict as the only argument, if one of its keys is an unexpected keyword."""
+    if isinstance(error, TypeError) and isinstance(value, Arguments):
+        found = re.search(r"unexpected keyword argument '(.*?)'", str(error))
+        if found and found[1] in value.kwargs:
+            error.add_note(
+                "the entries of a dict are keyword arguments; if the model takes the dict itself, "
+                "as its one positional argument, give (batch,) in place of batch"
+            )
 
 
 def ready(microbatches: Iterable[Any], what: str = "microbatches") -> Iterator[Any]:

@@ -29,7 +29,7 @@ class Carried(NamedTuple):
 
 
 def select(
-    value: Value, wanted: Callable[[Tensor], bool]
+    value: Value, wanted: Callable[[Tensor], object]
 ) -> tuple[Tensors, Callable[[Tensors], Value]]:
     """Return the ``wanted`` tensors of ``value``, and a function that rebuilds it with others."""
     if isinstance(value, Tensor):
@@ -72,7 +72,7 @@ def _without_duplicates(tensors: Tensors) -> tuple[Sequence[int], Tensors]:
 
 
 def _select_each(
-    carried: Carried, wanted: Callable[[Tensor], bool]
+    carried: Carried, wanted: Callable[[Tensor], object]
 ) -> tuple[Tensors, Callable[[Tensors], Value]]:
     parts = [select(part, wanted) for part in (carried.value, *carried.skips)]
     each = [(len(tensors), rebuild) for tensors, rebuild in parts]
@@ -89,12 +89,12 @@ def differentiable(value: Value) -> tuple[Tensors, Callable[[Tensors], Value]]:
     """Select the tensors that require grad; see :func:`select`."""
     if isinstance(value, Tensor):  # by far the most common case, in every task
         return ((value,), _only) if value.requires_grad else ((), lambda _: value)
-    return select(value, lambda tensor: tensor.requires_grad)
+    return select(value, _requires_grad)
 
 
 def tensors_of(value: Value) -> tuple[Tensors, Callable[[Tensors], Value]]:
     """Select all tensors; see :func:`select`."""
-    return ((value,), _only) if isinstance(value, Tensor) else select(value, lambda _: True)
+    return ((value,), _only) if isinstance(value, Tensor) else select(value, id)  # true of any
 
 
 def describe(value: Value) -> str:
@@ -143,6 +143,7 @@ class Versions:
         return f"<Versions of {len(self._tensors)} tensors>"
 
 
+_requires_grad: Callable[[Tensor], bool] = attrgetter("requires_grad")
 _version: Callable[[Tensor], int] = attrgetter("_version")
 _only: Callable[[Tensors], Any] = itemgetter(0)
 

@@ -75,21 +75,21 @@ def flatten(value: Value, is_leaf: Callable[[Any], bool] = _is_size) -> Leaves:
     return leaves, spec
 
 
-Layout = tuple[type, tuple[Any, ...] | None, list[Any]]
-"""A built-in container: its type, its keys if it is a dict, and for each item ``None`` for a leaf,
+Layout = tuple[Any, tuple[Any, ...] | None, list[Any]]
+"""A container: its type, its keys if it is a dict, and for each item ``None`` for a leaf,
 or the layout of a container in it."""
 
 
 def layout_of(value: Any, leaves: list[Any]) -> Layout | None:
     """Return the layout of nested tuples, lists and dicts, and add what is in them to ``leaves``.
 
-    ``None`` if there is anything else than these and ordinary leaves, which a pytree may have. A
-    pytree takes ten times as long.
+    ``None`` if there is anything else than these, named tuples and ordinary leaves, which a pytree
+    may have. A pytree takes ten times as long.
     """
     kind, items, within = type(value), value, list[Any]()
     if kind is dict:
         items = value.values()
-    elif kind is not tuple and kind is not list:
+    elif kind is not tuple and kind is not list and not _is_named_tuple(kind):
         return None
     for item in items:
         layout = None
@@ -105,7 +105,14 @@ def laid_out(layout: Layout, leaves: Iterator[Any]) -> Any:
     """Return the containers of a layout with the next ``leaves`` in them."""
     kind, keys, within = layout
     items = [next(leaves) if each is None else laid_out(each, leaves) for each in within]
-    return kind(items if keys is None else zip(keys, items, strict=True))
+    if keys is not None:
+        return kind(zip(keys, items, strict=True))
+    return kind(items) if kind is tuple or kind is list else kind._make(items)
+
+
+def _is_named_tuple(kind: Any) -> bool:
+    is_direct = kind.__bases__ == (tuple,) and hasattr(kind, "_fields")
+    return is_direct and kind not in pytree.SUPPORTED_NODES
 
 
 def is_whole(value: Any) -> bool:

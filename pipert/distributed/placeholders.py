@@ -35,7 +35,7 @@ OF_META = _METADATA - DEVICES | {Tensor.is_signed, torch.is_floating_point, torc
 
 
 class ReplayError(PipertError):
-    """A model does what no rank can repeat without the values that are on another rank."""
+    """A model's own code needs values that only another rank has."""
 
     needs_values = False
     """Whether a recording with values, by all ranks together, may succeed."""

@@ -28,7 +28,7 @@ __all__ = ["RankError"]
 
 
 class RankError(PipertError):
-    """Another rank failed, or did not answer. The message says which, where, and by what."""
+    """Another rank failed, or did not answer. The message says which one, where, and why."""
 
 
 class Agreement:

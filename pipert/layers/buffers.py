@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from operator import setitem
@@ -46,27 +46,25 @@ os.register_at_fork(after_in_child=_of_layers.clear)
 _run: ContextVar[object] = ContextVar("pipert_run", default=None)
 
 
-def has_buffers(layer: nn.Module) -> bool:
-    """Whether the layer, or a module inside it, has buffers."""
-    return any([module._buffers for module in modules_of(layer)])
-
-
-def locked(layer: nn.Module, run: object) -> AbstractContextManager[object]:
-    """Return a block in which ``layer``, and others that share its buffers, are called here alone.
-
-    What a layer of another ``run`` has started has the lock of that layer, on all its threads.
-    """
-    if _run.get() is None:
-        _run.set(run)
-    elif _run.get() is not run:
-        return NOTHING
-    locks = _of_layers.get(layer)
+def locks_of(layer: nn.Module) -> Sequence[Any]:
+    """Return the locks under which ``layer`` is called; none if nothing in it has buffers."""
+    locks: Any = _of_layers.get(layer)
     if locks is None:
         modules = [module for module in modules_of(layer) if module._buffers]
         new = next(filter(None, map(_locks.get, modules)), threading.RLock())
         found = {_locks.setdefault(module, new) for module in modules}
         locks = _of_layers.setdefault(layer, sorted(found, key=id))
-    if not locks:
+    return locks  # type: ignore[no-any-return]
+
+
+def under(locks: Sequence[Any], run: object) -> AbstractContextManager[object]:
+    """Return a block in which a layer, and others that share its buffers, are called here alone.
+
+    What a layer of another ``run`` has started has the locks of that layer, on all its threads.
+    """
+    if _run.get() is None:
+        _run.set(run)
+    elif _run.get() is not run:
         return NOTHING
     draws = current_task() is not None
     first: AbstractContextManager[object] = _WithoutGenerators(locks[0]) if draws else locks[0]

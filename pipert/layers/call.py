@@ -16,10 +16,10 @@ from torch import nn
 
 from pipert._typing import Value
 from pipert.autograd.hooks import Hooks
-from pipert.batch.microbatch import Arguments
+from pipert.batch.microbatch import Arguments, explain_keywords
 from pipert.batch.tensors import Carried, describe
 from pipert.errors import add_note
-from pipert.layers.buffers import has_buffers, locked
+from pipert.layers.buffers import locks_of, under
 from pipert.layers.compiling import call_compiled, is_compiled
 from pipert.layers.effects import Effect, Effects
 from pipert.layers.parameter_copies import ParameterCopies
@@ -134,7 +134,7 @@ class Layers:
         """Compute some of the layers, one after the other."""
         buffers = self._snapshot.buffers if self._snapshot and is_recomputing() else {}
         if self._with_buffers is None:
-            self._with_buffers = {layer for layer in self._layers if has_buffers(layer)}
+            self._with_buffers = set(filter(locks_of, self._layers))
         store = None
         if self._skips is not None:
             value, skips = value
@@ -160,6 +160,7 @@ class Layers:
             return value if store is None else Carried(value, store.entries())
         except BaseException as error:
             add_note(error, partial(self._note_of_layer, i, done, value))
+            explain_keywords(error, value)
             raise
         finally:
             if store is not None:
@@ -226,8 +227,10 @@ class Layers:
         self, layer: nn.Module, call: Callable[..., Value], /, *args: Any, **kwargs: Any
     ) -> Value:
         """Call ``layer``, and no other at the same time that has its buffers."""
-        with locked(layer, self._effects):
-            return call(*args, **kwargs)
+        if locks := locks_of(layer):
+            with under(locks, self._effects):
+                return call(*args, **kwargs)
+        return call(*args, **kwargs)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Iterate over the parameters of the layers."""

@@ -153,13 +153,13 @@ class ParameterCopies:
         """Return what may have copies of a called layer, and of the modules in its arguments."""
         found: list[Tensor] = []
         for k, layer in enumerate(layers):
-            for part in modules_of(layer):
-                found += [weight for weight in part._parameters.values() if weight is not None]
-                if part._buffers and (k or self._buffers):
-                    # A recomputation puts clones in the place of buffers.
-                    buffers = [original_of(b) for b in [*part._buffers.values()] if b is not None]
-                    found += [buffer for buffer in buffers if k or id(buffer) in self._buffers]
-        return list(dict.fromkeys(found))
+            parts = modules_of(layer)
+            found += [w for part in parts for w in part._parameters.values() if w is not None]
+            if k or self._buffers:  # a recomputation puts clones in the place of buffers
+                buffers = [b for part in parts for b in [*part._buffers.values()] if b is not None]
+                originals = list(map(original_of, buffers))
+                found += [buffer for buffer in originals if k or id(buffer) in self._buffers]
+        return list({id(tensor): tensor for tensor in found}.values())
 
     def wrap(
         self, j: int, layers: Sequence[nn.Module], call: Callable[..., Any],

@@ -148,4 +148,6 @@ _mode: Callable[[nn.Module], bool] = operator.attrgetter("training")
 def _are_sharded(parts: Iterable[nn.Module]) -> bool:
     """Whether modules have other parameters while they compute, as with ``fully_shard``."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and any(isinstance(part, fsdp.FSDPModule) for part in parts)
+    return fsdp is not None and any(
+        issubclass(kind, fsdp.FSDPModule) for kind in {*map(type, parts)}
+    )

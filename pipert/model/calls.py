@@ -61,7 +61,7 @@ def order_of_calls(
             try:
                 model(*args, **kwargs)
             except TypeError as error:
-                explain_keywords(error, kwargs)
+                explain_keywords(error, Arguments(args, kwargs))
                 raise
     return list(first_calls.found)
 

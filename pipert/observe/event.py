@@ -110,7 +110,7 @@ class TaskInfo:
 
 
 class Observer:
-    """An object that is told what a pipe does. Subclass it, and override the methods you need.
+    """Follows the calls and tasks of a pipe. Subclass it, and override the methods you need.
 
     A method runs on the thread where the event happens: the caller's for a run, a worker's for a
     task, autograd's for a recomputation in ``loss.backward()``. So several may run at once. The
@@ -136,7 +136,7 @@ class Observer:
         """A task is over, failed or not. On CUDA its kernels are queued, not finished."""
 
     def failed(self, task: TaskInfo, error: BaseException) -> None:
-        """``error`` is about to be raised, in the call or in the backward, because of this task.
+        """This task failed; the call or the backward is about to raise ``error``.
 
         If several tasks failed, this is the first of them in the schedule. A step may also fail
         after its tasks, because of its loss or a parameter's hook; then no task is reported. An

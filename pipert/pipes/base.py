@@ -1,4 +1,4 @@
-"""``PipeBase``: what all pipes do, from running mini-batches to closing."""
+"""``PipeBase``: runs mini-batches, records, observes and closes, for all kinds of pipes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import cache, partial
+from itertools import starmap
 from typing import Any, NoReturn, Self
 
 import torch
@@ -17,10 +18,9 @@ from pipert._typing import Value
 from pipert.any_model.shared_state import SharedState
 from pipert.batch.joining import JoinNumbers, gather
 from pipert.batch.microbatch import (
+    arguments_of,
+    as_value,
     batch_of_step,
-    explain_keywords,
-    explained_values,
-    keywords_of,
     ready,
     scatter_with_sizes,
 )
@@ -166,11 +166,8 @@ class PipeBase(Settings):
         """
         seconds = self._limit_of_call(timeout)
         checkpointed = recomputed_in_each(self.checkpoint, 1, len(self._partitions))
-
-        def outputs_of(values: Iterator[Value]) -> Iterator[Value]:
-            return self._runtime.map(values, checkpointed, seconds) if self._partitions else values
-
-        return explained_values(ready(microbatches), outputs_of)
+        values = starmap(as_value, map(arguments_of, ready(microbatches)))
+        return self._runtime.map(values, checkpointed, seconds) if self._partitions else values
 
     def forward_backward(
         self,
@@ -199,16 +196,16 @@ class PipeBase(Settings):
         none, unless a parameter's hook fails while they are added. Hooks see the whole gradient,
         once. Inputs that require grad get their gradients through the caller's graph.
 
-        Which micro-batches are recomputed depends on :attr:`checkpoint`. If that was never chosen,
-        none are; but with ``'gpipe'`` and your own schedules, all except the last.
+        If you have not chosen a :attr:`checkpoint`, nothing is recomputed; but with ``'gpipe'`` and
+        schedules of your own, all micro-batches except the last.
 
         Args:
             *args: as in :meth:`forward`.
             **kwargs: likewise.
             loss_fn: required; called with the output and the target of each micro-batch, on the
                 last worker; returns a tensor of one element.
-            target: any pytree; split like the arguments, and moved to the last device. Of
-                ``microbatches`` an iterable with one target for each.
+            target: any pytree; split like the arguments, and moved to the last device. With
+                ``microbatches``, an iterable with one target for each.
             microbatches: micro-batches that are ready, in place of arguments: an iterable with a
                 dict of keyword arguments for each, a tuple of positional ones, or a single one.
                 Nothing is split, so each may have shapes of its own; the mean is over their losses.
@@ -226,10 +223,10 @@ class PipeBase(Settings):
             timeout: as in :meth:`forward`.
 
         Returns:
-            The loss of the mini-batch, unscaled, on the last device; it has no graph, since the
-            backward is done: call no ``backward()``. With
-            ``return_outputs`` a pair of it and what :meth:`forward` would return, without a graph;
-            of ``microbatches`` a list with the output of each.
+            The loss of the mini-batch, unscaled, on the last device. It has no graph, since the
+            backward is done: call no ``backward()``. With ``return_outputs``, a pair of the loss
+            and what :meth:`forward` would return, without a graph; with ``microbatches``, a list
+            of their outputs.
 
         Raises:
             ValueError: as :meth:`forward`; or the schedule or the reduction is unknown.
@@ -260,11 +257,10 @@ class PipeBase(Settings):
         checkpointed = recomputed_in_each(chosen, m, n)
         planned = plan(schedule, m, n, self._runtime.workers, checkpointed)
         beside = cache(partial(unpartitioned_weights, self._partitions, (entry, loss_fn)))
-        run_step, keys = Step(loss, return_outputs, beside), keywords_of(inputs)
+        run_step = Step(loss, return_outputs, beside)
         try:
             total = self._step(inputs, planned, run_step, seconds, own)
         except TypeError as error:
-            explain_keywords(error, keys)
             if step is not None and microbatches is None and not (args or kwargs):
                 error.add_note("step got no micro-batch; give microbatches, or arguments to split")
             raise

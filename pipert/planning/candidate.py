@@ -18,12 +18,12 @@ __all__ = ["Candidate", "Candidates"]
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to train the model, and what is predicted of its step."""
+    """One way to train the model, with the predicted time and memory of a step."""
 
     balance: tuple[int, ...]
     """The number of layers in each partition, or of blocks of a model that is cut."""
     cuts: tuple[str, ...] | None
-    """The names of the modules at which a model is cut that is no ``nn.Sequential``."""
+    """The names of the modules at which to cut, if the model is no ``nn.Sequential``."""
     devices: tuple[str, ...]
     chunks: int
     checkpoint: str | tuple[str, ...]
@@ -34,12 +34,11 @@ class Candidate:
     """The most bytes on each device, in the order of the devices."""
 
     def make(self, model: nn.Module, **settings: Any) -> Pipe | ModulePipe:
-        """Make the pipe of the model, whose steps have the schedule.
+        """Make the planned pipe of ``model``.
 
         Args:
-            model: the one that was planned for, or an equal one.
-            **settings: more arguments of :class:`Pipe` or :func:`pipeline`, or others in place of
-                the planned ones.
+            model: the model of the plan, or an equal one.
+            **settings: arguments of :class:`Pipe` or :func:`pipeline` to add or to replace.
         """
         names = "devices", "chunks", "checkpoint", "schedule"
         settings = {**{name: getattr(self, name) for name in names}, **settings}
@@ -50,7 +49,7 @@ class Candidate:
 
     @property
     def line(self) -> str:
-        """The line to paste, which does what :meth:`make` does."""
+        """The code that makes this pipe, one line to paste."""
         checkpoint = self.checkpoint if isinstance(self.checkpoint, str) else [*self.checkpoint]
         how = f"Pipe(module, {[*self.balance]}"
         if self.cuts is not None:
@@ -62,7 +61,7 @@ class Candidate:
 
 
 class Candidates(tuple[Candidate, ...]):
-    """Ways that fit, the fastest first. ``print`` shows a table, and the line to paste."""
+    """The candidates that fit, the fastest first. ``print`` shows a table, and code to paste."""
 
     __slots__ = ()
 

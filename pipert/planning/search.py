@@ -66,19 +66,19 @@ def plan_for(
             forward runs; it stays unchanged.
         example: a mini-batch, as large as those to train with: the first layer's input, or
             arguments of the model as in :func:`pipeline`.
-        memory: how much each device may use: bytes, or a text such as ``'20GiB'``; or one for each
-            device. Leave some for workspaces and fragmentation, which are not predicted.
+        memory: the limit of each device: bytes, or a text such as ``'20GiB'``; or a list with one
+            for each. Leave some for workspaces and fragmentation, which are not predicted.
         loss_fn, target: as in :meth:`Pipe.forward_backward`; the loss is measured as a part of the
             last partition. Default: it costs nothing, unless the model computes it.
         devices: the devices to use, each once, or ``'cpu'`` for each logical CPU device; layers are
             measured on the first. Default: the CUDA devices in order, or two logical CPU devices.
         chunks: the number of micro-batches, or several to try. Default: one, two, four and eight
-            times the number of devices, as far as there are rows, two of each if there are
-            statistics.
-        optimizer: the one to train with, or its class, such as ``torch.optim.AdamW``: a step of it
-            with a small parameter tells the memory of its state. Default: none, as plain SGD has.
-        param_scale: instead of it, the memory of a trained parameter with its gradient and the
-            optimizer's state, relative to that of the parameter alone, such as 4 for Adam.
+            times the number of devices, as far as there are rows: one for each micro-batch, two if
+            the model has batch statistics.
+        optimizer: the optimizer, or its class, such as ``torch.optim.AdamW``. Its step with a small
+            parameter shows how much memory its state takes. Default: none, as with plain SGD.
+        param_scale: instead of ``optimizer``, the memory of a trained parameter with its gradient
+            and the optimizer's state, divided by the parameter's: 4 for Adam.
         best: how many candidates to return, at most.
 
     Returns:

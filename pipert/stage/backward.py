@@ -113,7 +113,7 @@ def differentiate_recomputed(
     ends = list(map(_node, ys))
     begins = {one.node for one in wanted if not isinstance(one, Tensor)}
     behind = leaves_behind(ends, stop=begins)
-    put_off = Deferral(behind._replace(nodes=behind.nodes - begins), ends)
+    put_off = Deferral(behind, ends)
     rest = {id(leaf) for leaf in put_off.leaves}
     now = [one for one in wanted if not isinstance(one, Tensor) or id(one) in rest]
     run = lambda wanted, ys, dys: differentiate(ys, wanted, dys)  # noqa: E731

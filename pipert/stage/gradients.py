@@ -52,10 +52,6 @@ class _Sum:
             self.total = self.total + gradient
         self.is_own = True
 
-    def on_device_of_weight(self) -> Tensor:
-        """Return the total on the weight's device, in memory that nobody else has."""
-        return self.total.to(self.weight.device, copy=not self.is_own)
-
 
 class Gradients:
     """The sums of one partition. Used by its worker, and by the caller after the run."""
@@ -93,11 +89,15 @@ class Gradients:
             add_in_place(totals, added)  # for small tensors a call each would dominate
 
     def take(self) -> Arriving:
-        """Return each weight with its sum, on the weight's device; forget each as it is copied."""
+        """Return each weight with its sum, on the weight's device, in memory that nobody else has.
+
+        Each is forgotten as it is copied.
+        """
         taken = []
         while self._sums:
             entry = self._sums.pop(next(iter(self._sums)))
-            taken.append((entry.weight, entry.on_device_of_weight()))
+            total = entry.total.to(entry.weight.device, copy=not entry.is_own)
+            taken.append((entry.weight, total))
         return taken
 
     def clear(self) -> None:

@@ -35,11 +35,11 @@ class Costs:
     """Spread over all micro-batches, including those that are not recomputed."""
     backward: float
     weight: float = 0.0
-    """The gradients of weights that a schedule puts off."""
+    """Deferred gradients of weights."""
 
     @property
     def whole(self) -> float:
-        """The sum of forward, recomputation, backward and what that puts off."""
+        """The sum of all four."""
         return self.forward + self.recompute + self.backward + self.weight
 
 
@@ -62,7 +62,7 @@ class DeviceTimes:
     forward: float
     recomputing: float
     backward: float
-    """With the gradients of weights that a schedule puts off."""
+    """Including deferred gradients of weights."""
     waiting: float
     """Not computing while the pipe was at work: waiting for input or the caller, or idle."""
     for_input: float
@@ -75,7 +75,7 @@ class DeviceTimes:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The result of :meth:`Timeline.report`: its fields are figures, and ``str`` gives the text."""
+    """The result of :meth:`Timeline.report`: figures as fields, and a text as ``str``."""
 
     calls: int
     """Complete calls; failed and unfinished ones are left out of all figures."""
@@ -99,8 +99,8 @@ class Report:
     """The bubble while calls run backward; ``None`` likewise, or if there was no backward."""
     ideal_bubble: float
     """The :attr:`bubble` of equal partitions with free copies: ``(n-1)/(m+n-1)`` (section 2.1 of
-    the paper); more for CPU partitions, whose backward runs in one thread; less where gradients of
-    weights are put off."""
+    the paper); more for CPU partitions, whose backward runs in one thread; less with deferred
+    gradients of weights."""
     costs: tuple[Costs, ...]
     """The cost of a micro-batch in each partition."""
     advice: tuple[Advice, ...]

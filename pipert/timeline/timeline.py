@@ -1,4 +1,4 @@
-"""Holds the events on each device with their times, given by the user or recorded from a pipe."""
+"""Holds timed events of each device, recorded from a pipe or made by the user."""
 
 from __future__ import annotations
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from pipert import _torch
 from pipert.queues.process_lock import ProcessLock
@@ -146,10 +145,10 @@ def modes(functions: list[Any], dispatches: list[Any]) -> Iterator[None]:
 
 
 def _set_modes(functions: list[Any], dispatches: list[Any]) -> None:
-    for mode in reversed(_torch.function_modes()):  # not by their own methods, which may do more
-        TorchFunctionMode.__exit__(mode, None, None, None)  # type: ignore[no-untyped-call]
+    for _ in range(_torch.function_mode_count()):  # not by their methods, which may do more
+        _torch.pop_function_mode()
     for mode in functions:
-        TorchFunctionMode.__enter__(mode)  # type: ignore[no-untyped-call]
+        _torch.push_function_mode(mode)
     for _ in _torch.dispatch_modes():
         _torch.pop_dispatch_mode()
     for mode in dispatches:

@@ -220,7 +220,7 @@ def test_layers_that_share_modules_crosswise_are_called_one_at_a_time() -> None:
 
 def run_of(layer: nn.Module) -> Any:
     """Return the block in which ``layer`` is called, in a run of its own."""
-    return copy_context().run(buffers.locked, layer, object())
+    return copy_context().run(buffers.under, buffers.locks_of(layer), object())
 
 
 def meet(layer: nn.Module, other: nn.Module) -> bool:

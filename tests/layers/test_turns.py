@@ -150,6 +150,38 @@ def test_a_layer_that_raises_gives_the_generator_back() -> None:
     torch.set_rng_state(before)
 
 
+def test_a_loss_draws_as_alone_while_another_caller_has_one_that_does_not() -> None:
+    inside, go, losses = threading.Event(), threading.Event(), dict[bool, list[float]]()
+
+    def waiting(y: Tensor, _: Tensor) -> Tensor:
+        inside.set()
+        assert go.wait(PATIENCE)
+        return y.sum()
+
+    def drawing(y: Tensor, _: Tensor) -> Tensor:
+        drawn.append(float(torch.rand(())))
+        return y.sum() * drawn[-1]
+
+    layers = nn.Linear(1, 1), nn.Linear(1, 1)
+    for overlaps in (False, True):
+        drawn = losses[overlaps] = []
+        with pipe_of_layers(*layers, chunks=3, checkpoint="never") as pipe:
+            other = threading.Thread(
+                target=lambda: pipe.forward_backward(numbered(3), loss_fn=waiting, reduction="sum")
+            )
+            torch.manual_seed(5)
+            if overlaps:
+                other.start()
+                assert inside.wait(PATIENCE)
+                threading.Timer(0.1, go.set).start()
+            else:
+                torch.empty((), dtype=torch.int64).random_()  # as the other step does for its seed
+            pipe.forward_backward(numbered(3), loss_fn=drawing, reduction="sum")
+            if overlaps:
+                other.join()
+    assert losses[True] == losses[False] and len(set(losses[True])) == 3
+
+
 def test_a_fork_that_meets_another_s_turn_leaves_the_state_of_no_task() -> None:
     inside, has_saved = threading.Event(), threading.Event()
 

@@ -175,6 +175,32 @@ class Setting:
         )
 
 
+class Storing(nn.Linear):
+    """A layer that keeps a loss of its own, as a mixture of experts does."""
+
+    loss: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        loss = y.square().mean()
+        if not is_recomputing():
+            self.loss = loss
+        return y
+
+
+@modes
+def test_a_tensor_that_a_layer_keeps_keeps_no_target(checkpoint: str) -> None:
+    layers, target = [nn.Linear(3, 3), Storing(3, 3), nn.Linear(3, 3)], torch.rand(8, 3)
+    with Pipe(
+        nn.Sequential(*layers), [1, 2], devices=["cpu"] * 2, chunks=4, checkpoint=checkpoint
+    ) as pipe:
+        pipe.forward_backward(torch.rand(8, 3), target=target, loss_fn=functional.mse_loss)
+        data: Any = StorageWeakRef(target.untyped_storage())  # type: ignore[no-untyped-call]
+        del target
+        settle()
+        assert data.expired()
+
+
 @modes
 def test_after_a_step_whose_outputs_are_kept_nothing_else_is_left(checkpoint: str) -> None:
     setting = Setting(checkpoint)
