@@ -38,8 +38,8 @@ def check_schedule(schedule: Any, n: int, ranks: int, checkpoint: str) -> str:
         )
     if name in _SPLITTING and checkpoint != "never":
         raise ValueError(
-            f"schedule {schedule!r} splits each backward in two, which would recompute twice; use "
-            f"checkpoint='never', or another schedule (checkpoint is {checkpoint!r})"
+            f"schedule {schedule!r} puts gradients of weights off, which a backward that recomputes"
+            f" cannot; use checkpoint='never', or another schedule (checkpoint is {checkpoint!r})"
         )
     return "1f1b" if name == "interleaved" and n == ranks else name
 
