@@ -34,8 +34,8 @@ class Drawable(Protocol):
     def lane(self, event: Event) -> int: ...
 
 
-def save_picture(timelines: Mapping[str, Drawable], path: str | Path) -> None:
-    """Draw each timeline under its title, all to the same scale."""
+def save_picture(timelines: Mapping[str, Drawable], path: str | Path, width: float = 12.0) -> None:
+    """Draw each timeline under its title, all to the same scale, ``width`` inches wide."""
     if find_spec("matplotlib") is None:
         raise ImportError(
             "a picture needs matplotlib: pip install matplotlib; save() writes a trace without it"
@@ -43,18 +43,19 @@ def save_picture(timelines: Mapping[str, Drawable], path: str | Path) -> None:
     # Fixed salt, no dates: equal timelines give equal files. The text of an SVG stays text.
     with import_module("matplotlib").rc_context({"svg.hashsalt": "pipert", "svg.fonttype": "none"}):
         metadata = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
-        _figure(timelines).savefig(path, dpi=150, metadata=metadata.get(Path(path).suffix.lower()))
+        figure, suffix = _figure(timelines, width), Path(path).suffix.lower()
+        figure.savefig(path, dpi=150, metadata=metadata.get(suffix))
 
 
-def _figure(timelines: Mapping[str, Drawable]) -> Any:
+def _figure(timelines: Mapping[str, Drawable], width: float) -> Any:
     heights = [1 + len(timeline.lanes) for timeline in timelines.values()]
     figure = import_module("matplotlib.figure").Figure(
-        figsize=(12, 0.8 + 0.42 * sum(heights)), layout="constrained"
+        figsize=(width, 0.8 + 0.42 * sum(heights)), layout="constrained"
     )
     grid = {"height_ratios": heights}
     rows = figure.subplots(len(heights), 1, sharex=True, squeeze=False, gridspec_kw=grid)[:, 0]
     for axes, (title, timeline) in zip(rows, timelines.items(), strict=True):
-        _draw(axes, timeline)
+        _draw(axes, timeline, width)
         axes.set_title(title, loc="left", fontsize=10)
     rows[-1].set_xlabel("milliseconds")
     kinds = {event.kind for timeline in timelines.values() for event in timeline.events}
@@ -66,7 +67,7 @@ def _figure(timelines: Mapping[str, Drawable]) -> Any:
     return figure
 
 
-def _draw(axes: Any, timeline: Drawable) -> None:
+def _draw(axes: Any, timeline: Drawable, width: float) -> None:
     """Draws the lanes one below the other, with copies as a thin bar under the tasks."""
     events = timeline.events
     start = min((event.start for event in events), default=0.0)
@@ -83,11 +84,12 @@ def _draw(axes: Any, timeline: Drawable) -> None:
                 spans, (top, height), facecolors=colour, linewidth=0.4,
                 edgecolors="white" if text else "none",
             )  # fmt: skip
-            for event, (left, width) in zip(drawn, spans, strict=True):
-                if text and event.seconds > 0.012 * duration:
+            for event, (left, length) in zip(drawn, spans, strict=True):
+                number = str(event.micro_batch)
+                if text and width * event.seconds > 0.1 * len(number) * duration:  # it fits
                     axes.text(
-                        left + width / 2, top + height / 2, str(event.micro_batch), ha="center",
-                        va="center", fontsize=7, color=text, clip_on=True,
+                        left + length / 2, top + height / 2, number, ha="center", va="center",
+                        fontsize=7, color=text, clip_on=True,
                     )  # fmt: skip
     axes.set_yticks(range(len(timeline.lanes)), timeline.lanes)
     axes.set_ylim(len(timeline.lanes) - 0.4, -0.6)  # the first lane on top
