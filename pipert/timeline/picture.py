@@ -53,9 +53,10 @@ def _figure(timelines: Mapping[str, Drawable], width: float) -> Any:
         figsize=(width, 0.8 + 0.42 * sum(heights)), layout="constrained"
     )
     grid = {"height_ratios": heights}
+    inch = max([end - start for start, end in map(_span, timelines.values())]) / width
     rows = figure.subplots(len(heights), 1, sharex=True, squeeze=False, gridspec_kw=grid)[:, 0]
     for axes, (title, timeline) in zip(rows, timelines.items(), strict=True):
-        _draw(axes, timeline, width)
+        _draw(axes, timeline, inch)
         axes.set_title(title, loc="left", fontsize=10)
     rows[-1].set_xlabel("milliseconds")
     kinds = {event.kind for timeline in timelines.values() for event in timeline.events}
@@ -67,11 +68,19 @@ def _figure(timelines: Mapping[str, Drawable], width: float) -> Any:
     return figure
 
 
-def _draw(axes: Any, timeline: Drawable, width: float) -> None:
-    """Draws the lanes one below the other, with copies as a thin bar under the tasks."""
-    events = timeline.events
-    start = min((event.start for event in events), default=0.0)
-    duration = max((event.end for event in events), default=0.0) - start
+def _span(timeline: Drawable) -> tuple[float, float]:
+    """Return when the first event begins, and when the last one ends."""
+    times = [time for event in timeline.events for time in (event.start, event.end)] or [0.0]
+    return min(times), max(times)
+
+
+def _draw(axes: Any, timeline: Drawable, inch: float) -> None:
+    """Draws the lanes one below the other, with copies as a thin bar under the tasks.
+
+    Args:
+        inch: the seconds that an inch shows; numbers are left out where they do not fit.
+    """
+    events, (start, _) = timeline.events, _span(timeline)
     boxes: dict[tuple[str, int], list[Event]] = {}
     for event in events:
         boxes.setdefault((event.kind, timeline.lane(event)), []).append(event)
@@ -86,7 +95,7 @@ def _draw(axes: Any, timeline: Drawable, width: float) -> None:
             )  # fmt: skip
             for event, (left, length) in zip(drawn, spans, strict=True):
                 number = str(event.micro_batch)
-                if text and width * event.seconds > 0.1 * len(number) * duration:  # it fits
+                if text and event.seconds > 0.07 * len(number) * inch:
                     axes.text(
                         left + length / 2, top + height / 2, number, ha="center", va="center",
                         fontsize=7, color=text, clip_on=True,
