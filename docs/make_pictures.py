@@ -231,7 +231,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     arguments.out.mkdir(parents=True, exist_ok=True)
     for name, timelines in pictures(arguments.steps).items():
-        save_picture(timelines, arguments.out / f"{name}.svg")
+        save_picture(timelines, arguments.out / f"{name}.svg", width=6)  # legible at 400 pixels
 
 
 if __name__ == "__main__":

@@ -34,8 +34,8 @@ class Drawable(Protocol):
     def lane(self, event: Event) -> int: ...
 
 
-def save_picture(timelines: Mapping[str, Drawable], path: str | Path) -> None:
-    """Draw each timeline under its title, all to the same scale."""
+def save_picture(timelines: Mapping[str, Drawable], path: str | Path, width: float = 12.0) -> None:
+    """Draw each timeline under its title, all to the same scale, ``width`` inches wide."""
     if find_spec("matplotlib") is None:
         raise ImportError(
             "a picture needs matplotlib: pip install matplotlib; save() writes a trace without it"
@@ -43,18 +43,20 @@ def save_picture(timelines: Mapping[str, Drawable], path: str | Path) -> None:
     # Fixed salt, no dates: equal timelines give equal files. The text of an SVG stays text.
     with import_module("matplotlib").rc_context({"svg.hashsalt": "pipert", "svg.fonttype": "none"}):
         metadata = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
-        _figure(timelines).savefig(path, dpi=150, metadata=metadata.get(Path(path).suffix.lower()))
+        figure, suffix = _figure(timelines, width), Path(path).suffix.lower()
+        figure.savefig(path, dpi=150, metadata=metadata.get(suffix))
 
 
-def _figure(timelines: Mapping[str, Drawable]) -> Any:
+def _figure(timelines: Mapping[str, Drawable], width: float) -> Any:
     heights = [1 + len(timeline.lanes) for timeline in timelines.values()]
     figure = import_module("matplotlib.figure").Figure(
-        figsize=(12, 0.8 + 0.42 * sum(heights)), layout="constrained"
+        figsize=(width, 0.8 + 0.42 * sum(heights)), layout="constrained"
     )
     grid = {"height_ratios": heights}
+    inch = max([end - start for start, end in map(_span, timelines.values())]) / width
     rows = figure.subplots(len(heights), 1, sharex=True, squeeze=False, gridspec_kw=grid)[:, 0]
     for axes, (title, timeline) in zip(rows, timelines.items(), strict=True):
-        _draw(axes, timeline)
+        _draw(axes, timeline, inch)
         axes.set_title(title, loc="left", fontsize=10)
     rows[-1].set_xlabel("milliseconds")
     kinds = {event.kind for timeline in timelines.values() for event in timeline.events}
@@ -66,11 +68,19 @@ def _figure(timelines: Mapping[str, Drawable]) -> Any:
     return figure
 
 
-def _draw(axes: Any, timeline: Drawable) -> None:
-    """Draws the lanes one below the other, with copies as a thin bar under the tasks."""
-    events = timeline.events
-    start = min((event.start for event in events), default=0.0)
-    duration = max((event.end for event in events), default=0.0) - start
+def _span(timeline: Drawable) -> tuple[float, float]:
+    """Return when the first event begins, and when the last one ends."""
+    times = [time for event in timeline.events for time in (event.start, event.end)] or [0.0]
+    return min(times), max(times)
+
+
+def _draw(axes: Any, timeline: Drawable, inch: float) -> None:
+    """Draws the lanes one below the other, with copies as a thin bar under the tasks.
+
+    Args:
+        inch: the seconds that an inch shows; numbers are left out where they do not fit.
+    """
+    events, (start, _) = timeline.events, _span(timeline)
     boxes: dict[tuple[str, int], list[Event]] = {}
     for event in events:
         boxes.setdefault((event.kind, timeline.lane(event)), []).append(event)
@@ -83,11 +93,12 @@ def _draw(axes: Any, timeline: Drawable) -> None:
                 spans, (top, height), facecolors=colour, linewidth=0.4,
                 edgecolors="white" if text else "none",
             )  # fmt: skip
-            for event, (left, width) in zip(drawn, spans, strict=True):
-                if text and event.seconds > 0.012 * duration:
+            for event, (left, length) in zip(drawn, spans, strict=True):
+                number = str(event.micro_batch)
+                if text and event.seconds > 0.07 * len(number) * inch:
                     axes.text(
-                        left + width / 2, top + height / 2, str(event.micro_batch), ha="center",
-                        va="center", fontsize=7, color=text, clip_on=True,
+                        left + length / 2, top + height / 2, number, ha="center", va="center",
+                        fontsize=7, color=text, clip_on=True,
                     )  # fmt: skip
     axes.set_yticks(range(len(timeline.lanes)), timeline.lanes)
     axes.set_ylim(len(timeline.lanes) - 0.4, -0.6)  # the first lane on top
