@@ -169,9 +169,6 @@ class Agreement:
             dist.recv(_tensor(rest), rank, self._group, tag)
         return bytes(first + rest)[_HEAD:end]
 
-    def __repr__(self) -> str:
-        return f"<Agreement of ranks {self.ranks}>"
-
 
 def _tensor(message: bytes | bytearray) -> Tensor:
     """Return a tensor that shares the memory of a message that can be written to."""

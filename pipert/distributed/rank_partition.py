@@ -135,7 +135,7 @@ class ChainComputing:
         """Call the layers of the partition."""
         if isinstance(x, Carried) != bool(self.skips):  # skips begin here, or ended before
             x = Carried(x, ()) if self.skips else x.value
-        segments = self.layers.segments(i, None) if i < self.recomputed else None
+        segments = self.layers.segments(i) if i < self.recomputed else None
         return self.layers.forward(i, segments, x)
 
     def backward(self, i: int, go_back: Callable[[], Any]) -> None:

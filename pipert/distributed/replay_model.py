@@ -71,9 +71,7 @@ class ReplayComputing:
         """Replay the forward of micro-batch ``i``, of which ``x`` has arrived."""
         batch, cuts, device = self.batch, self.plan.cuts, self.place.device
         drawing = event_drawing(batch.seed, i, device)
-        segments = None
-        if i < batch.recomputed:
-            segments = self.layers.segments(i, batch.context.saved_tensor_hooks)
+        segments = self.layers.segments(i) if i < batch.recomputed else None
         compute = partial(self._call, i, segments, drawing)
         replay = Replay(cuts, self.place.j, device, drawing, compute, batch.records[i])
         if self.place.j:

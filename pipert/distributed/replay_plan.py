@@ -24,7 +24,7 @@ from pipert.distributed.placeholders import (
 )
 from pipert.distributed.replay import Replay
 from pipert.layers.modules import modules_of
-from pipert.layers.random_numbers import Draws, RunSeed
+from pipert.layers.random_numbers import RunSeed, TaskRng
 from pipert.model.calls import unchanged
 from pipert.model.cuts import check_cuts, homes, layers_of
 
@@ -55,9 +55,9 @@ def _has_state(module: nn.Module) -> bool:
 def event_drawing(seed: RunSeed, i: int, device: torch.device) -> Callable[[int], Any]:
     """Return what makes the block in which an event of micro-batch ``i`` draws."""
 
-    def drawing(event: int) -> Draws:
+    def drawing(event: int) -> TaskRng:
         number = (i << 32) + event + (1 << 62)
-        return Draws(seed, number, device, ("event", number))  # a kind of its own: any may draw
+        return TaskRng(seed, number, device, ("event", number))  # a kind of its own: any may draw
 
     return drawing
 
