@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipert._torch import BatchNorm, NormBase, node_count, tensor_hooks
+from pipert._torch import BatchNorm, NormBase, tensor_hooks
 from pipert._typing import Value
 from pipert.any_model.boundary_tensors import memory_of
 from pipert.any_model.checkpointed_calls import checkpointed_call
@@ -36,7 +36,7 @@ from pipert.layers.compiling import call_compiled
 from pipert.layers.modules import modules_of
 from pipert.layers.nested_checkpoint import is_in_checkpoint
 from pipert.layers.parameter_copies import ParameterCopies
-from pipert.layers.random_numbers import Draws
+from pipert.layers.random_numbers import TaskRng
 from pipert.layers.segments import Segments
 from pipert.schedules.action import FORWARD
 from pipert.stage.run import Run
@@ -79,7 +79,7 @@ class ModelRun:
             if self.copies_tensors or any(map(tensor_hooks, own)):
                 self.parameters = copies
                 copies.note_versions(own)
-        self.first_node = max(node_count(), self.run.plan.m)
+        self.first_node = max(self.run.first_node, self.run.plan.m)
 
     def refuse_shared_norms(self, layer: ModelLayer, j: int) -> None:
         """Refuse a layer that is called in partition ``j``, too, if it updates statistics there."""
@@ -120,14 +120,14 @@ class AroundLayers:
             self._intercept = Intercept(self._graph, self._copies, copy_of)
         self._segments: Segments | None = None  # the calls of the current partition
         self._recording: ForwardRecording | None = None
-        self._draws: Draws  # the random numbers of the partition
-        self._drawing = ExitStack()  # the block in which it draws them
+        self._rng: TaskRng  # the random numbers of the partition
+        self._rng_block = ExitStack()  # the block in which it draws them
         if self._graph is not None:
             model_run.graphs[i] = self._graph
 
     def run(self, stage: Stage, forward: Callable[[Value], Value], x: Value) -> Value:
         """Run ``forward`` on ``x``, beginning in ``stage``; return what the last stage sends."""
-        with self._context(), self._drawing:
+        with self._context(), self._rng_block:
             try:
                 return self._run(stage, forward, x)
             finally:
@@ -181,7 +181,7 @@ class AroundLayers:
             return y
         if self._recording is not None and shared.run.context.grad_enabled:
             self._recording.watch_backward(y)
-        return self._stage.boundary.leave(self._i, y)
+        return self._stage.boundary.leave(self._i, y, None)
 
     def begin(self, stage: Stage) -> None:
         """Begin the partition of ``stage``, which has been handed off."""
@@ -190,11 +190,9 @@ class AroundLayers:
         if place.device.type == "cuda":
             torch.cuda.set_device(stage.place.device)
         kind = FORWARD, place.j
-        self._draws = Draws(shared.run.seed, place.number(self._i), place.device, kind)
-        self._drawing.enter_context(self._draws)  # the model's own code may draw, too
-        if self._i < stage.recomputed:
-            hooks = shared.run.context.saved_tensor_hooks
-            self._segments = stage.layers.segments(self._i, hooks)
+        self._rng = TaskRng(shared.run.seed, place.number(self._i), place.device, kind)
+        self._rng_block.enter_context(self._rng)  # the model's own code may draw, too
+        self._segments = stage.segments(self._i)
         if self._graph is not None and shared.step is not None:
             self._graph.begin(place.j)
             shared.step.ledger.graphs[self._i, place.j].segments = self._segments
@@ -216,7 +214,7 @@ class AroundLayers:
             with Paused(self._intercept):
                 self._end_boundary(self._intercept)
         self._segments = None
-        self._drawing.close()
+        self._rng_block.close()
 
     def _end_boundary(self, intercept: Intercept) -> None:
         if self._graph is not None:
@@ -253,13 +251,13 @@ class AroundLayers:
         if layer.is_compiled:
             call = partial(call_compiled, call)
         if shared.parameters is not None:
-            given = [x for x in (*args, *kwargs.values()) if isinstance(x, nn.Module)]
+            modules = [x for x in (*args, *kwargs.values()) if isinstance(x, nn.Module)]
             if shared.copies_tensors:
-                for used in (layer, *filter(None, map(shared.layers.get, given))):
+                for used in (layer, *filter(None, map(shared.layers.get, modules))):
                     shared.layers.move_on_first_call(used, stage)
                     if shared.inspection is not None:  # of changes, which a move is not
                         shared.inspection.note_call(used.module)
-            layers = [layer.module, *given]
+            layers = [layer.module, *modules]
             call = shared.parameters.wrap(stage.place.j, layers, call, self._copy_of)
         # What works in place, in torch.utils.checkpoint or in a transform, keeps what it saves.
         if self._segments is not None and torch.is_grad_enabled() and not (
@@ -267,7 +265,7 @@ class AroundLayers:
         ) and stage.layers.recomputes(layer.module):
             stage.layers.refuse_replaced(layer.module)
             compute = partial(stage.layers.call_layer, self._i, layer.module, layer.name, call)
-            drawing = self._draws.from_here() if shared.draws else None
+            drawing = self._rng.replay_from_here() if shared.draws else None
             return checkpointed_call(self._segments, layer.name, compute, drawing, args, kwargs)
         return stage.layers.call_locked(layer.module, call, *args, **kwargs)
 
@@ -287,15 +285,12 @@ class AroundLayers:
         """Forget the micro-batch."""
         self._intercept = self._segments = self._recording = None
 
-    def __repr__(self) -> str:
-        return f"<AroundLayers of micro-batch {self._i}>"
-
 
 def _sizes(x: Value) -> dict[Any, int]:
     """Return the size of each argument that is a container, by name."""
     args, kwargs = x if isinstance(x, Arguments) else ((x,), {})
-    given = [(k, v) for k, v in (*enumerate(args), *kwargs.items()) if type(v) not in ORDINARY]
-    return {k: len(flatten(v)[0]) + (len(v) if isinstance(v, Sized) else 0) for k, v in given}
+    found = [(k, v) for k, v in (*enumerate(args), *kwargs.items()) if type(v) not in ORDINARY]
+    return {k: len(flatten(v)[0]) + (len(v) if isinstance(v, Sized) else 0) for k, v in found}
 
 
 def _refuse_filled(x: Value, before: dict[Any, int]) -> None:

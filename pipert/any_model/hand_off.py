@@ -87,6 +87,3 @@ class HandOff:
     def take(self) -> Stage | None:
         """Wait for the next partition, and return its stage; ``None`` if there will be none."""
         return self._handed_off.get()
-
-    def __repr__(self) -> str:
-        return f"<HandOff, {self._handed_off.qsize()} not taken>"

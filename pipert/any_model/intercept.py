@@ -157,12 +157,12 @@ class Intercept(TorchFunctionMode):
     def _to_go_back(self, outputs: Any, inputs: Any = None, **kwargs: Any) -> Any:
         """Return the arguments of a backward, with ``inputs`` that its graph contains."""
         find = self.boundary.with_whole_gradient if self._graph is None else self.bring
-        given = tensors_of(inputs)[0]
+        originals = tensors_of(inputs)[0]
         inputs = map_tensors(inputs, find)
         (outputs,), kwargs = self.bring_all((outputs,), kwargs)
         if self._graph is not None and inputs is not None:
             brought = tensors_of(inputs)[0]
-            self._graph.refuse_going_back(tensors_of(outputs)[0], given, brought)
+            self._graph.refuse_going_back(tensors_of(outputs)[0], originals, brought)
         return (outputs,), {**kwargs, "inputs": inputs}
 
 

@@ -251,9 +251,6 @@ class MicroBatchForward:
             self._release(self)
             self._ended.arrive()
 
-    def __repr__(self) -> str:
-        return f"<MicroBatchForward of micro-batch {self.i}, at partition {self.j}>"
-
 
 _COMPILED = (
     "if torch.compile has made a function that the model's own code calls between its layers: "

@@ -117,8 +117,5 @@ class MicroBatchThreads:
             if thread.is_alive() and thread is not threading.current_thread():
                 thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
 
-    def __repr__(self) -> str:
-        return f"<MicroBatchThreads: {len(self._threads)} threads, {len(self._idle)} of them idle>"
-
 
 _resetting = ProcessLock(reentrant=True)

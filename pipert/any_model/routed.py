@@ -86,8 +86,8 @@ class Routed(Guest):
             return self.send(self._plain(), *args, **kwargs)
         pipe, has_config = self._pipe, getattr(self._module, "config", None) is not None
         if pipe is not None and has_config and pipe.splits_or_recomputes():
-            if self._makes_cache(given := self._named(args, kwargs)):
-                kwargs["use_cache"] = _refuse_packed(self._module, given)
+            if self._makes_cache(arguments := self._named(args, kwargs)):
+                kwargs["use_cache"] = _refuse_packed(self._module, arguments)
         return self._plain()(*args, **kwargs)
 
     def forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -133,10 +133,10 @@ class Routed(Guest):
         pipe = self._pipe
         if pipe is None:  # closed in this moment
             return call(*args, **kwargs)
-        given, first = self._named(args, kwargs), _first_tensor((*args, *kwargs.values()))
-        number = number_of_items(self._module, given)
-        makes_cache = self._makes_cache(given)
-        why = self._why_in_one(pipe, given, first, number is not None, makes_cache)
+        arguments, first = self._named(args, kwargs), _first_tensor((*args, *kwargs.values()))
+        number = number_of_items(self._module, arguments)
+        makes_cache = self._makes_cache(arguments)
+        why = self._why_in_one(pipe, arguments, first, number is not None, makes_cache)
         is_training = torch.is_grad_enabled()
         if why == _UNKNOWN_LOSS and not self._has_warned and is_training and pipe.chunks > 1:
             warnings.warn(
@@ -150,9 +150,9 @@ class Routed(Guest):
             kwargs = {**kwargs, "num_items_in_batch": number}
         if makes_cache:  # by default without gradients only
             keeps = not is_training or not pipe.splits_or_recomputes(bool(why))
-            kwargs = {**kwargs, "use_cache": keeps or _refuse_packed(self._module, given)}
+            kwargs = {**kwargs, "use_cache": keeps or _refuse_packed(self._module, arguments)}
         if not why:
-            whole = {id(value) for name, value in given.items() if _is_whole(name, value)}
+            whole = {id(value) for name, value in arguments.items() if _is_whole(name, value)}
             args = tuple([Replicate(x) if id(x) in whole else x for x in args])
             kwargs = {k: Replicate(x) if id(x) in whole else x for k, x in kwargs.items()}
         join = _refuse_numbers if number is None else _Sum()
@@ -160,20 +160,20 @@ class Routed(Guest):
         return y if first is None else _on(first.device, y)
 
     def _why_in_one(
-        self, pipe: Runs, given: dict[str, Any], first: Any, adds_up: bool, makes_cache: bool
+        self, pipe: Runs, arguments: dict[str, Any], first: Any, adds_up: bool, makes_cache: bool
     ) -> str:
         """Return why a call is one micro-batch; empty if it is split."""
-        rows = next((given[k] for k in _FIRST if isinstance(given.get(k), Tensor)), first)
-        has_cache = given.get("use_cache") or given.get("past_key_values") is not None
+        rows = next((arguments[k] for k in _FIRST if isinstance(arguments.get(k), Tensor)), first)
+        has_cache = arguments.get("use_cache") or arguments.get("past_key_values") is not None
         has_cache = has_cache or not torch.is_grad_enabled() and makes_cache
         reasons = {
             "a part of the model was called": self._module is not pipe.module,
             "its first argument has one row": rows is not None and rows.shape[:1] == (1,),
-            "position_ids has its rows in dimension 1": _dim(given.get("position_ids")) > 2,
+            "position_ids has its rows in dimension 1": _dim(arguments.get("position_ids")) > 2,
             "it has a cache of keys and values, which use_cache=False turns off": has_cache,
             # For these peft registers hooks on layers, in which one micro-batch has its own.
-            "it has adapter_names": given.get("adapter_names") is not None,
-            _UNKNOWN_LOSS: not adds_up and _asks_for_loss(given),
+            "it has adapter_names": arguments.get("adapter_names") is not None,
+            _UNKNOWN_LOSS: not adds_up and _asks_for_loss(arguments),
         }
         return next((why for why, applies in reasons.items() if applies), "")
 
@@ -182,9 +182,9 @@ class Routed(Guest):
         names = self.__signature__.parameters if args else ()
         return {**dict(zip(names, args, strict=False)), **kwargs}
 
-    def _makes_cache(self, given: Mapping[str, Any]) -> bool:
+    def _makes_cache(self, arguments: Mapping[str, Any]) -> bool:
         """Whether the module, one of transformers, makes a cache that nobody has asked for."""
-        if "use_cache" in given or given.get("past_key_values") is not None:
+        if "use_cache" in arguments or arguments.get("past_key_values") is not None:
             return False
         config = getattr(self._module, "config", None)
         text_config = getattr(config, "get_text_config", lambda: config)()
@@ -234,14 +234,14 @@ def _open_of(module: nn.Module) -> list[Routed]:
     return [routed for routed in every if routed is not None and routed._pipe is not None]
 
 
-def divides_by_number_of_items(model: nn.Module, given: Mapping[str, Any]) -> bool:
+def divides_by_number_of_items(model: nn.Module, arguments: Mapping[str, Any]) -> bool:
     """Return whether the loss of a model of transformers is a sum over ``num_items_in_batch``.
 
     Others take that argument and compute a mean all the same, or add the mean of something else,
     such as the balance loss of experts, which a call may ask for.
     """
     config: Any = getattr(model, "config", None)
-    adds = getattr(config, "output_router_logits", False) or given.get("output_router_logits")
+    adds = getattr(config, "output_router_logits", False) or arguments.get("output_router_logits")
     adds = adds or getattr(config, "z_loss_coefficient", 0)
     loss: Any = getattr(model, "loss_function", None)
     is_of_library = getattr(loss, "__module__", "").startswith("transformers.")
@@ -250,30 +250,30 @@ def divides_by_number_of_items(model: nn.Module, given: Mapping[str, Any]) -> bo
     return is_sum and is_used and not adds
 
 
-def number_of_items(model: nn.Module, given: Mapping[str, Any]) -> Any:
+def number_of_items(model: nn.Module, arguments: Mapping[str, Any]) -> Any:
     """Return the number that divides the loss of a call; ``None`` if that is not known to be a sum.
 
     If the caller gives none, it is the number of labels that ``ForCausalLMLoss`` counts. A model
     that is not of transformers may change them, and peft's prompts add some.
     """
-    number, labels = given.get("num_items_in_batch"), given.get("labels")
+    number, labels = arguments.get("num_items_in_batch"), arguments.get("labels")
     if number is not None or not isinstance(labels, Tensor):
-        return number if divides_by_number_of_items(model, given) else None
+        return number if divides_by_number_of_items(model, arguments) else None
     config: Any = getattr(model, "active_peft_config", None)
     base: Any = model.get_base_model() if config is not None else model  # type: ignore[operator]
     is_changed = not type(base).forward.__module__.startswith("transformers.")
     is_changed = is_changed or getattr(config, "is_prompt_learning", False)
-    if is_changed or not divides_by_number_of_items(model, given):
+    if is_changed or not divides_by_number_of_items(model, arguments):
         return None
-    shifted = given.get("shift_labels")
+    shifted = arguments.get("shift_labels")
     shifted = labels[..., 1:] if shifted is None else shifted
-    return (shifted != given.get("ignore_index", -100)).sum()
+    return (shifted != arguments.get("ignore_index", -100)).sum()
 
 
-def _refuse_packed(model: Any, given: Mapping[str, Any]) -> bool:
+def _refuse_packed(model: Any, arguments: Mapping[str, Any]) -> bool:
     """Return whether to make a cache: no; refuse rows in which that would separate texts."""
-    positions = given.get("position_ids")
-    is_packed = _dim(positions) and given.get("attention_mask") is None
+    positions = arguments.get("position_ids")
+    is_packed = _dim(positions) and arguments.get("attention_mask") is None
     if is_packed and "flash" not in (getattr(model.config, "_attn_implementation", None) or ""):
         if bool((positions.diff() != 1).any()):  # type: ignore[union-attr]
             raise ValueError(
@@ -333,8 +333,8 @@ class _Sum:
 def _asks_for_loss(kwargs: Mapping[str, Any]) -> bool:
     """Whether a call has labels, under one of the names that models of transformers have."""
     named = ("start_positions", "end_positions", "return_loss")
-    given = [name for name, value in kwargs.items() if value is not None and value is not False]
-    return any(["label" in name or name in named for name in given])
+    found = [name for name, value in kwargs.items() if value is not None and value is not False]
+    return any(["label" in name or name in named for name in found])
 
 
 def _refuse_numbers(numbers: Sequence[Tensor]) -> Tensor:

@@ -142,13 +142,13 @@ class Segment:
         """
         tensors, self._rebuild = tensors_of(value)
         states = _states(tensors, not self._copies)
-        given, xs, begins = self._save(tensors, states[0], made)
+        inputs, xs, begins = self._save(tensors, states[0], made)
         forget = DropSaved(next, saves := count())
         forget.hooks = self._group.hooks
         before = node_count()
         with torch.autograd.graph.saved_tensors_hooks(forget, self._take):
             try:
-                y = compute(self._rebuild(given) if self._copies else value)
+                y = compute(self._rebuild(inputs) if self._copies else value)
             except RuntimeError as error:
                 refuse_transform(error)
                 raise
@@ -174,7 +174,7 @@ class Segment:
         self._origins: list[tuple[Segment, int] | None] = []
         self._tensors, self._versions = list[Tensor](), list[int]()
         self._wanting, self._xs = list[int](), list[Tensor]()
-        given, xs, begins = list[Tensor](), list[Tensor](), set[tuple[Any, int]]()
+        inputs, xs, begins = list[Tensor](), list[Tensor](), set[tuple[Any, int]]()
         for k, (tensor, now) in enumerate(zip(tensors, versions, strict=True)):
             found = made.get(id(tensor))
             origin = found[2]() if found and found[0]() is tensor and found[1] == now else None
@@ -186,13 +186,13 @@ class Segment:
                 self._tensors.append(tensor.detach())
                 self._versions.append(now)
             own = tensor.clone() if self._copies else tensor
-            given.append(own)
+            inputs.append(own)
             if own.requires_grad:
                 self._wanting.append(k)
                 self._xs.append(tensor if origin is None else proxy_of(tensor))
                 xs.append(tensor)
                 begins.add((own.grad_fn or order.edge_of(own).node, own.output_nr))
-        return tuple(given), tuple(xs), begins
+        return tuple(inputs), tuple(xs), begins
 
     def _fresh(self, gate: Gate | None = None) -> tuple[Value, Tensors]:
         """Return the input, and its differentiable tensors: leaves, or connected through ``gate``.
@@ -219,8 +219,8 @@ class Segment:
             xs = connect_inputs(gate, tuple(self._xs), xs)
             for k, x in zip(self._wanting, xs, strict=True):
                 tensors[k] = x
-        given = [*map(Tensor.clone, tensors)] if self._copies else tensors
-        return self._rebuild(tuple(given)), xs
+        inputs = [*map(Tensor.clone, tensors)] if self._copies else tensors
+        return self._rebuild(tuple(inputs)), xs
 
     def _compute(self, value: Value) -> Value:
         y = self._again(value)
@@ -304,7 +304,7 @@ class Segment:
             graph = self._graph
         self._graph = None
         pairs = [(y, dy) for y, dy in zip(graph.ys, dys, strict=True) if dy is not None]
-        ys, given = zip(*pairs, strict=True)
+        ys, gradients = zip(*pairs, strict=True)
         in_step = self._group.in_step
         # A leaf frozen since the forward gets no gradient, as without checkpointing.
         needed = [True] * len(graph.xs) + [leaf.requires_grad for leaf in ctx.leaves]
@@ -312,9 +312,9 @@ class Segment:
             needed = list(map(operator.and_, needed, are_needed(ctx.next_functions)))
         wanted: list[Any] = [*compress((*graph.xs, *ctx.leaves), needed)]
         if in_step is not None and not create_graph:
-            found = in_step(ys, wanted, given)
+            found = in_step(ys, wanted, gradients)
         else:
-            found = differentiate_partially(ctx.leaves, ys, wanted, given, create_graph)
+            found = differentiate_partially(ctx.leaves, ys, wanted, gradients, create_graph)
         gate.is_open = True
         rest = iter(found)
         return [next(rest) if is_needed else None for is_needed in needed]
@@ -338,9 +338,6 @@ class Segment:
                 "place by a later operation of the same partition; clone it there"
             )
         return tensor
-
-    def __repr__(self) -> str:
-        return f"<Segment of {len(self._origins)} inputs>"
 
 
 _States = tuple[list[int], list[int]]

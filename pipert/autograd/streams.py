@@ -60,9 +60,6 @@ class CopyStreams:
         with self._lock:
             self._begun.update(events)
 
-    def __repr__(self) -> str:
-        return f"<CopyStreams, {len(self._streams)} made>"
-
 
 def compute_stream(device: torch.device) -> torch.cuda.Stream | None:
     """Return the stream that the current thread computes on; ``None`` on CPU."""

@@ -139,9 +139,6 @@ class Versions:
         """Return whether no tensor has been modified in place since it was added."""
         return list(map(_version, self._tensors)) == self._before
 
-    def __repr__(self) -> str:
-        return f"<Versions of {len(self._tensors)} tensors>"
-
 
 _requires_grad: Callable[[Tensor], bool] = attrgetter("requires_grad")
 _version: Callable[[Tensor], int] = attrgetter("_version")

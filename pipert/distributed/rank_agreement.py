@@ -160,9 +160,6 @@ class Agreement:
         dist.recv(_tensor(data), rank, self._group)
         return bytes(data)
 
-    def __repr__(self) -> str:
-        return f"<Agreement of ranks {self.ranks}>"
-
 
 class Site:
     """The ranks that train a model, and this rank's place among them. Made by all of them together.

@@ -108,7 +108,7 @@ def compute_chain(
     """Call the layers of an ``nn.Sequential``, of which the first micro-batches are recomputed."""
     if isinstance(x, Carried) != bool(skips):  # skips begin here, or ended before
         x = Carried(x, ()) if skips else x.value
-    segments = layers.segments(i, None) if i < recomputed else None
+    segments = layers.segments(i) if i < recomputed else None
     return layers.forward(i, segments, x)
 
 

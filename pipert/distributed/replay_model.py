@@ -38,7 +38,7 @@ from pipert.layers.call import Layers
 from pipert.layers.modules import modules_of
 from pipert.layers.phase import is_recomputing
 from pipert.layers.place import Place, describe_layer
-from pipert.layers.random_numbers import Draws, RunSeed
+from pipert.layers.random_numbers import RunSeed, TaskRng
 from pipert.layers.segments import Segments
 from pipert.model.cuts import check_cuts, homes, layers_of
 
@@ -69,12 +69,12 @@ def _has_state(module: nn.Module) -> bool:
     return bool(module._parameters) or isinstance(module, NormBase)
 
 
-def event_drawing(seed: RunSeed, i: int, device: torch.device) -> Callable[[int], Draws]:
+def event_drawing(seed: RunSeed, i: int, device: torch.device) -> Callable[[int], TaskRng]:
     """Return what makes the block in which an event of micro-batch ``i`` draws."""
 
-    def drawing(event: int) -> Draws:
+    def drawing(event: int) -> TaskRng:
         number = (i << 32) + event + (1 << 62)
-        return Draws(seed, number, device, ("event", number))  # a kind of its own: any may draw
+        return TaskRng(seed, number, device, ("event", number))  # a kind of its own: any may draw
 
     return drawing
 
@@ -129,7 +129,7 @@ class ReplayModel:
         for run in (own, events):
             run.settle()
 
-        def drawing(event: int) -> Draws:
+        def drawing(event: int) -> TaskRng:
             run = own if event == OWN_STREAM else events
             return event_drawing(run, i, self.device)(event)
 
@@ -253,9 +253,7 @@ class ReplayComputing:
         """Replay the forward of micro-batch ``i``, of which ``x`` has arrived."""
         batch, cuts, device = self.batch, self.model.cuts, self.place.device
         drawing = event_drawing(batch.seed, i, device)
-        segments = None
-        if i < batch.recomputed:
-            segments = self.layers.segments(i, batch.context.saved_tensor_hooks)
+        segments = self.layers.segments(i) if i < batch.recomputed else None
         compute = partial(self._call, i, segments, drawing)
         replay = Replay(cuts, self.place.j, device, drawing, compute, batch.records[i])
         if self.place.j:

@@ -49,6 +49,3 @@ class Posting:
             for action in plan.order:
                 StageTask(self.stages[action.j], action).abandon(error)
             self.is_done = True
-
-    def __repr__(self) -> str:
-        return f"<Posting of {self.stages[0].outcome!r}>"

@@ -287,6 +287,3 @@ class Runtime:
         """
         if self.pool.close(join=not self.is_inside(), timeout=timeout):
             raise self.waiting.timed_out("the threads of the pipe had not ended", timeout)
-
-    def __repr__(self) -> str:
-        return f"<Runtime of {len(self.devices)} partitions, {self.pool!r}>"

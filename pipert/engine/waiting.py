@@ -189,9 +189,6 @@ class Waiting:
         """Build the error that ``what`` took too long."""
         return timed_out(what, timeout or 0.0, self.workers(), self._pool.stack)
 
-    def __repr__(self) -> str:
-        return f"<Waiting for {self._pool!r}>"
-
 
 def _deadlock(threads: list[WorkerThread]) -> ReentrantCallError | None:
     """Return the error of a call whose layer waits for an import of this thread, if one does."""

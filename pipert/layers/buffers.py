@@ -144,9 +144,6 @@ class Buffers:
             setattr(found[1], _ORIGINAL, ref(buffer))
         return found[1]
 
-    def __repr__(self) -> str:
-        return f"<Buffers of {len(self._modules)} modules>"
-
 
 _ORIGINAL = "pipert_original"
 

@@ -15,7 +15,6 @@ from typing import Any
 from torch import nn
 
 from pipert._typing import Value
-from pipert.autograd.hooks import Hooks
 from pipert.batch.microbatch import Arguments, explain_keywords
 from pipert.batch.tensors import Carried, describe
 from pipert.errors import add_note
@@ -25,7 +24,7 @@ from pipert.layers.effects import Effect, Effects
 from pipert.layers.parameter_copies import ParameterCopies
 from pipert.layers.phase import is_recomputing, microbatch, recompute_here
 from pipert.layers.place import Place, describe_layer
-from pipert.layers.random_numbers import Draws, RunSeed, current_task
+from pipert.layers.random_numbers import RunSeed, TaskRng, current_task
 from pipert.layers.segments import Segments
 from pipert.layers.snapshot import Snapshot
 from pipert.observe.notifier import Notifier
@@ -82,12 +81,12 @@ class Layers:
         may_be = "torch._dynamo" in sys.modules
         self._compiled = {layer for layer in partition if is_compiled(layer)} if may_be else set()
 
-    def segments(self, i: int, hooks: Hooks) -> Segments:
-        """Begin to checkpoint a micro-batch, in its forward, whose saved-tensor hooks are given."""
+    def segments(self, i: int) -> Segments:
+        """Begin to checkpoint micro-batch ``i`` in its forward."""
         if self._snapshot is None:  # before the first forward
             self._snapshot = Snapshot(self._partition)
         effect = partial(Effect, self._effects, self._place, i)
-        return Segments(partial(self._replay, i), effect, hooks)
+        return Segments(partial(self._replay, i), effect, self._context.saved_tensor_hooks)
 
     def forward(
         self, i: int, segments: Segments | None, value: Value, watch: Watch | None = None
@@ -113,8 +112,8 @@ class Layers:
                 if segments is None or self._layers[start] in exempt:
                     value = first(value)
                 else:
-                    draws = current_task()
-                    drawing = None if draws is None else draws.from_here()
+                    rng = current_task()
+                    drawing = None if rng is None else rng.replay_from_here()
                     rest = list(self._partition._modules.items())[stop:]
                     name = f"the input of {describe_layer(*rest[0])}" if rest else ""
                     value = segments.call(name, first, compute, drawing, value, copies=True)
@@ -261,9 +260,6 @@ class Layers:
             return note
         return f"{note}, because {before} returned None; does it lack a return?"
 
-    def __repr__(self) -> str:
-        return f"<Layers of {self._place}>"
-
 
 class RandomLayers(Layers):
     """Layers that might draw, in a run whose tasks have random numbers of their own."""
@@ -279,12 +275,12 @@ class RandomLayers(Layers):
 
     def forward(self, i: int, *args: Any) -> Value:
         place = self._place
-        with Draws(self._seed, place.number(i), place.device, (FORWARD, place.j)):
+        with TaskRng(self._seed, place.number(i), place.device, (FORWARD, place.j)):
             return super().forward(i, *args)
 
     def backward(
         self, i: int, differentiate: Callable[..., Value], *args: Any, kind: str = BACKWARD
     ) -> Value:
         place, number = self._place, self._place.number_of_backward(i)
-        with Draws(self._seed, number, place.device, (kind, place.j), is_backward=True):
+        with TaskRng(self._seed, number, place.device, (kind, place.j), is_backward=True):
             return differentiate(*args)

@@ -197,9 +197,6 @@ class Effects:
                 f"wrong: {min(found, key=_order)}{REMEDY}"
             )
 
-    def __repr__(self) -> str:
-        return f"<Effects of {len(self._pairs)} outputs>"
-
 
 def _order(pair: _Pair) -> tuple[int, int]:
     return pair.i, pair.place.j

@@ -51,9 +51,9 @@ Turns = dict[Kind, bool]
 """Whether tasks draw on the CPU, of each kind whose first one is over."""
 
 
-def current_task() -> Draws | None:
+def current_task() -> TaskRng | None:
     """Return the task that this thread, or the one whose backward it runs, is inside of."""
-    task: Draws | None = get_thread_local(_TASK)
+    task: TaskRng | None = get_thread_local(_TASK)
     return task
 
 
@@ -61,19 +61,19 @@ class RunSeed:
     """The seed of one run. The caller draws it, from the generator of a task that he is inside of.
 
     Args:
-        given: the seed, if it was agreed on with other processes; the generator advances, too.
+        agreed: the seed, if processes have agreed on one; the generator advances all the same.
         of_all: that of several runs, of which this is one. The state is put back when ``of_all``
             is settled, if none of them has drawn.
     """
 
     __slots__ = (
-        "_given", "_of_all", "_outer", "_states", "is_concurrent", "is_over", "number", "seeds",
+        "_agreed", "_of_all", "_outer", "_states", "is_concurrent", "is_over", "number", "seeds",
         "turns", "used",
     )  # fmt: skip
 
-    def __init__(self, given: int | None = None, of_all: RunSeed | None = None) -> None:
-        self._outer: Draws | None = current_task() if of_all is None else of_all._outer
-        self._given, self._of_all = given, of_all
+    def __init__(self, agreed: int | None = None, of_all: RunSeed | None = None) -> None:
+        self._outer: TaskRng | None = current_task() if of_all is None else of_all._outer
+        self._agreed, self._of_all = agreed, of_all
         self.number: int | None = None
         self._states: tuple[Tensor, Tensor] | None = None  # before and after the seed was drawn
         self.used = False
@@ -86,7 +86,7 @@ class RunSeed:
         """Whether the caller no longer waits for the run."""
         self.is_concurrent = False
         """Whether several workers may compute at once."""
-        if given is not None:
+        if agreed is not None:
             self.draw()  # also where no layer draws: the generators of all processes move alike
 
     def draw(self) -> None:
@@ -103,7 +103,7 @@ class RunSeed:
             if self._states is not None and torch.equal(before, self._states[1]):
                 before = self._states[0]  # nobody else has drawn since another run of these did
             self._states = before, generator.get_state()
-            return int(drawn.item()) if self._given is None else self._given
+            return int(drawn.item()) if self._agreed is None else self._agreed
 
     def settle(self) -> None:
         """Put the generator's state back if nothing was drawn. Called when the run is over.
@@ -143,8 +143,8 @@ class RunSeed:
         return contextlib.nullcontext(default.generator)
 
 
-class Draws:
-    """The random numbers of one task, in a ``with`` block.
+class TaskRng:
+    """The random number generators of one task, in a ``with`` block.
 
     Args:
         run: the run's seed.
@@ -155,8 +155,8 @@ class Draws:
     """
 
     __slots__ = (
-        "_begun", "_held", "_is_part", "_kind", "_left", "_number", "_parts", "_runs", "_states",
-        "_was_over", "device", "is_backward", "outer", "run",
+        "_held", "_initial_states", "_inner_runs", "_is_substream", "_kind", "_number",
+        "_released", "_states", "_substreams", "_was_over", "device", "is_backward", "outer", "run",
     )  # fmt: skip
 
     def __init__(
@@ -166,17 +166,17 @@ class Draws:
         self.run = run
         self.device = device
         self.is_backward = is_backward
-        self.outer: Draws | None = current_task()
+        self.outer: TaskRng | None = current_task()
         """The task that it is inside of."""
         self._number = number
         self._kind = kind
         self._was_over = run.is_over  # as in a recomputation of a call
         self._held: list[torch.device] = []  # the devices whose generators it has
-        self._left: list[tuple[Draws, torch.device]] = []  # those of outer tasks meanwhile
-        self._begun: dict[torch.device, Tensor] = {}  # the state that each began with
+        self._released: list[tuple[TaskRng, torch.device]] = []  # those of outer tasks meanwhile
+        self._initial_states: dict[torch.device, Tensor] = {}  # the state that each began with
         self._states: dict[torch.device, Tensor] = {}  # the one it is to begin or go on with
-        self._parts = self._runs = 0
-        self._is_part = False
+        self._substreams = self._inner_runs = 0
+        self._is_substream = False
 
     @property
     def is_given_up(self) -> bool:
@@ -195,7 +195,7 @@ class Draws:
         devices = [*self._states] or [CPU, self.device]
         try:
             if self.outer is not None:  # for no generator is waited out of order
-                _let_go(self.outer, self._left)
+                _release(self.outer, self._released)
             set_thread_local(_TASK, self)
             for device in dict.fromkeys(devices):
                 if device.type == "cuda" or in_turns:
@@ -218,7 +218,7 @@ class Draws:
                 self._note_draws(device, is_done)
         if self.outer is not None:
             set_thread_local(_TASK, self.outer)
-            _take_again(self._left)
+            _reacquire(self._released)
         elif _torch.has_object(_TASK):
             remove_thread_local(_TASK)
 
@@ -233,86 +233,87 @@ class Draws:
                 self.run.seeds.add(self._seed())
             default.generator.manual_seed(self._seed())
             self._states[device] = default.generator.get_state()
-        self._begun.setdefault(device, self._states[device])
+        self._initial_states.setdefault(device, self._states[device])
 
     def _leave(self, device: torch.device) -> bool:
         """Put the default generator of ``device`` back; return whether the task had it."""
-        left = default_generator(device).leave(self)
-        if left is None:
+        state = default_generator(device).leave(self)
+        if state is None:
             return False
-        self._states[device] = left
+        self._states[device] = state
         return True
 
     def _note_draws(self, device: torch.device, is_done: bool) -> None:
-        if (begun := self._begun.get(device)) is None:  # an exception from outside
+        if (initial := self._initial_states.get(device)) is None:  # an exception from outside
             return
         if self.run.used and device != CPU:
             return
         with WithoutFunctions(), WithoutDispatch():
-            has_drawn = not torch.equal(self._states[device], begun)
+            has_drawn = not torch.equal(self._states[device], initial)
         if has_drawn:
             self.run.used = True  # in one operation, as other workers do
         if device == CPU and has_drawn:
             self.run.turns[self._kind] = True
-        elif device == CPU and is_done and not self._is_part:
+        elif device == CPU and is_done and not self._is_substream:
             self.run.turns.setdefault(self._kind, False)
 
-    def from_here(self) -> Callable[[], AbstractContextManager[None]]:
+    def replay_from_here(self) -> Callable[[], AbstractContextManager[None]]:
         """Return what makes a block in which the numbers are drawn again that are drawn next."""
         states = {each: default_generator(each).generator.get_state() for each in self._held}
         about = self.run, self._number, self.device, self._kind
-        return partial(_drawing_again, states, self._runs, about)
+        return partial(_replaying, states, self._inner_runs, about)
 
-    def part(self) -> Draws:
+    def substream(self) -> TaskRng:
         """Return random numbers for a part of the task that its recomputation will not have."""
-        self._parts += 1
-        part = Draws(self.run, ~(self._number + (self._parts << 48)), self.device, self._kind)
-        part._is_part = True
-        return part
+        self._substreams += 1
+        number = ~(self._number + (self._substreams << 48))
+        substream = TaskRng(self.run, number, self.device, self._kind)
+        substream._is_substream = True
+        return substream
 
     def seed_of_inner_run(self) -> int:
         """Return the seed of a run of a pipe that the task calls without the CPU's generator."""
-        self._runs += 1
-        return _mix(self._seed() ^ _mix(self._runs)) >> 1
+        self._inner_runs += 1
+        return _mix(self._seed() ^ _mix(self._inner_runs)) >> 1
 
     def _seed(self) -> int:
         assert self.run.number is not None
         return _mix(self.run.number ^ _mix(self._number))
 
 
-def _drawing_again(
+def _replaying(
     states: dict[torch.device, Tensor], runs: int, about: tuple[RunSeed, int, torch.device, Kind]
-) -> Draws:
-    draws = Draws(*about)
-    draws._states.update(states)
-    draws._runs = runs
-    return draws
+) -> TaskRng:
+    rng = TaskRng(*about)
+    rng._states.update(states)
+    rng._inner_runs = runs
+    return rng
 
 
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
     """Let others draw while this thread waits for a run in the block, if it is inside of tasks."""
-    left: list[tuple[Draws, torch.device]] = []
+    released: list[tuple[TaskRng, torch.device]] = []
     try:
-        _let_go(current_task(), left)
+        _release(current_task(), released)
         yield
     finally:
-        _take_again(left)
+        _reacquire(released)
 
 
-def _let_go(draws: Draws | None, left: list[tuple[Draws, torch.device]]) -> None:
-    while draws is not None:
-        for device in reversed(draws._held):
-            if draws._leave(device):
-                left.append((draws, device))
-        draws = draws.outer
+def _release(rng: TaskRng | None, released: list[tuple[TaskRng, torch.device]]) -> None:
+    while rng is not None:
+        for device in reversed(rng._held):
+            if rng._leave(device):
+                released.append((rng, device))
+        rng = rng.outer
 
 
-def _take_again(left: list[tuple[Draws, torch.device]]) -> None:
-    while left:
-        draws, device = left[-1]
-        draws._enter(device)
-        left.pop()
+def _reacquire(released: list[tuple[TaskRng, torch.device]]) -> None:
+    while released:
+        rng, device = released[-1]
+        rng._enter(device)
+        released.pop()
 
 
 def next_seed() -> int:
@@ -338,8 +339,8 @@ _METHOD = "initialize_parameters"
 
 def _initialise(module: Any, *args: Any, **kwargs: Any) -> None:
     del module.__dict__[_METHOD]  # the class has it, too, until it is initialised
-    draws = current_task()
-    with contextlib.nullcontext() if draws is None else draws.part():
+    rng = current_task()
+    with contextlib.nullcontext() if rng is None else rng.substream():
         module.initialize_parameters(*args, **kwargs)
 
 

@@ -143,9 +143,6 @@ class Segments:
     def _alive(self) -> list[Segment]:
         return [segment for weak in self._segments if (segment := weak()) is not None]
 
-    def __repr__(self) -> str:
-        return f"<Segments, {len(self._segments)} in number>"
-
 
 def _autocast(settings: Autocast) -> AbstractContextManager[object]:
     """Return a block with these settings; without a cache, as nobody clears it."""

@@ -35,7 +35,7 @@ _log = logging.getLogger("pipert")
 _counting = ProcessLock(reentrant=True)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Notifier:
     """Tells observers, recordings and profilers about one run. Thread-safe.
 
@@ -132,9 +132,6 @@ class Notifier:
     def _task(self, action: Action, device: torch.device) -> TaskInfo:
         return TaskInfo(self.run.number, action.phase, action.j, action.i, device)
 
-    def __repr__(self) -> str:
-        return f"<Notifier of {self.run}>"
-
 
 class Counters:
     """The counters, observers and recordings of one pipe. Thread-safe."""
@@ -226,6 +223,3 @@ class Counters:
     def _count_recomputation(self) -> None:
         with _counting.current:
             self.recomputations += 1
-
-    def __repr__(self) -> str:
-        return f"<Counters of {self.runs} runs>"

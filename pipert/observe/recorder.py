@@ -68,9 +68,6 @@ class Origin:
         milliseconds: float = event.elapsed_time(moment)
         return offset + milliseconds / 1e3
 
-    def __repr__(self) -> str:
-        return f"<Origin of {len(self._events)} CUDA devices>"
-
 
 @dataclass(slots=True)
 class Span:
@@ -192,6 +189,3 @@ class Recorder:
                 self.end(span)
             raise
         self.end(span, on)
-
-    def __repr__(self) -> str:
-        return f"<Recorder of run {self.run}>"

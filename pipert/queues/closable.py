@@ -114,7 +114,3 @@ class ClosableQueue(Generic[T]):
     def depth(self) -> int:
         """Return the number of waiting items; with concurrent threads, a snapshot."""
         return len(self._cells)
-
-    def __repr__(self) -> str:
-        state = "closed" if self._closed else "open"
-        return f"<ClosableQueue {state}, about {len(self._cells)} waiting>"

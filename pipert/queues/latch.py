@@ -45,6 +45,3 @@ class Latch:
     def is_open(self) -> bool:
         """Return whether all parties have arrived."""
         return self._open
-
-    def __repr__(self) -> str:
-        return f"<Latch of {self._parties}, {'open' if self.is_open() else 'shut'}>"

@@ -29,6 +29,3 @@ class ProcessLock:
 
     def _renew(self) -> None:
         self.current = self._make()
-
-    def __repr__(self) -> str:
-        return f"<ProcessLock {self.current!r}>"

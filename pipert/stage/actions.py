@@ -26,6 +26,7 @@ from pipert._typing import Value
 from pipert.autograd.weight_gradients import compute_deferred
 from pipert.batch.tensors import differentiable
 from pipert.layers.call import Compute
+from pipert.layers.segments import Segments
 from pipert.observe.backward import makers, watch_nodes
 from pipert.schedules.action import BACKWARD, FORWARD, RECOMPUTE, WEIGHT, Action
 from pipert.stage.backward import begin, differentiate_partition
@@ -41,16 +42,16 @@ def forward(stage: Stage, i: int, x: Value) -> Value:
     # Copied here; in a call tied to F[i-1,j], in a step cut off.
     is_plain, boundary = stage.skips is None and isinstance(x, Tensor), stage.boundary
     x = boundary.cross(i, x, boundary.copies.previous) if is_plain else stage.enter(i, x)
+    segments = stage.segments(i)
     is_recorded = stage.run.notifier.recorder is not None
-    y = compute_recorded(stage, i, x) if is_recorded else compute(stage, i, x)
-    y = boundary.leave(i, y)  # in a call with a node for R[i,j]
+    y = (compute_recorded if is_recorded else compute)(stage, i, segments, x)
+    y = boundary.leave(i, y, segments)  # in a call with a node for R[i,j]
     return y if stage.skips is None else stage.without_leaving_skips(i, y)
 
 
-def compute(stage: Stage, i: int, x: Value) -> Value:
+def compute(stage: Stage, i: int, segments: Segments | None, x: Value) -> Value:
     """Compute the layers, checkpointed or not, and in the last stage of a step the loss."""
     with NOTHING if stage.stats is None else stage.stats.collecting():
-        segments = stage.boundary.checkpoint(stage.layers, i) if i < stage.recomputed else None
         if stage.shared:
             y = stage.layers.forward(i, segments, x, partial(_watched, stage))
             stage.propagate_aliases(i, stage.shared)
@@ -98,7 +99,7 @@ def _watched(stage: Stage, compute: Compute, x: Value) -> Value:
     return compute_watching(shared, stage.shared.update, compute, x)
 
 
-def compute_recorded(stage: Stage, i: int, x: Value) -> Value:
+def compute_recorded(stage: Stage, i: int, segments: Segments | None, x: Value) -> Value:
     """Compute the layers, and record that.
 
     In a call the nodes of ``B[i,j]`` are watched as well, since it is no task. The walk that finds
@@ -109,7 +110,7 @@ def compute_recorded(stage: Stage, i: int, x: Value) -> Value:
     j, device = stage.place.j, stage.place.device
     inputs, first = makers(differentiable(x)[0]), node_count()
     with notifier.recorded(Action(FORWARD, i, j), device):
-        y = compute(stage, i, x)
+        y = compute(stage, i, segments, x)
     if stage.step_boundary is None and stage.run.context.grad_enabled:
         outputs, made = makers(differentiable(y)[0]) - inputs, range(first, node_count())
         watch = partial(watch_nodes, recorder, i, j, device, outputs, inputs, made)

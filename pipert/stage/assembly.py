@@ -152,12 +152,12 @@ def _ends(
     run: Run, place: Place, copies: Copies, step: Step | None
 ) -> CallBoundary | StepBoundary:
     if step is None:
-        grad, hooks = run.context.grad_enabled, run.context.saved_tensor_hooks
+        grad = run.context.grad_enabled
         in_turn = len(set(run.devices)) == 1
         # The last micro-batch goes backward first. It needs a turn where its nodes compete with
         # others: with the caller's in the last partition, with its own where there are no joins.
         forks_last = in_turn and (place.m == 1 or place.is_last)
-        return CallBoundary(place.device, place.m - 1, grad, hooks, copies, in_turn, forks_last)
+        return CallBoundary(place.device, place.m - 1, grad, copies, in_turn, forks_last)
     return StepBoundary(step, run, place, copies)
 
 

@@ -59,35 +59,29 @@ def differentiate_partition(
     """
     if not ys:
         return
-    if graph.segments is not None:
-        graph.segments.in_step = partial(differentiate_recomputed, cut, i)
-    try:
-        _differentiate(stage, cut, i, graph, ys, dys)
-    finally:
-        if graph.segments is not None:  # which a tensor that a layer keeps holds
-            graph.segments.in_step = None
-
-
-def _differentiate(
-    stage: Stage, cut: StepBoundary, i: int, graph: PartitionGraph, ys: Edges, dys: Sequence[Tensor]
-) -> None:
     ends = list(map(_node, ys))
     if cut.look is None:
         behind = leaves_behind(ends, [order.ENTRANCE], cut.numbers())
     else:
         behind = cut.look(i, stage.place.j, ends)
-    leaves = behind.leaves
-    refuse_hooked(cut, leaves)
+    refuse_hooked(cut, behind.leaves)
     run = partial(gradients_of, stage, behind)
     xs = [crossing.entered for crossing in graph.entered]
-    if cut.defers_weights:
-        later = cut.deferred.setdefault(i, [])  # what is recomputed on the way adds to it
-        put_off = Deferral(behind, ends)
-        leaves = put_off.leaves
-        found, own = put_off.differentiate(run, (*xs, *leaves), ys, dys)
-        later += own
-    else:
-        found = run((*xs, *leaves), ys, dys)
+    if graph.segments is not None:
+        graph.segments.in_step = partial(differentiate_recomputed, cut, i)
+    try:
+        if cut.defers_weights:
+            later = cut.deferred.setdefault(i, [])  # what is recomputed on the way adds to it
+            put_off = Deferral(behind, ends)
+            leaves = put_off.leaves
+            found, own = put_off.differentiate(run, (*xs, *leaves), ys, dys)
+            later += own
+        else:
+            leaves = behind.leaves
+            found = run((*xs, *leaves), ys, dys)
+    finally:
+        if graph.segments is not None:  # which a tensor that a layer keeps holds
+            graph.segments.in_step = None
     dxs = [None if dx is None else alone(dx) for dx in found[: len(xs)]]
     found = found[len(xs) :]
     for crossing, dx in zip(graph.entered, dxs, strict=True):

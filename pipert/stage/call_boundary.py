@@ -24,18 +24,15 @@ partition that stashed them; those that others pop accompany ``y`` and are sent 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from pipert._torch import node_count
 from pipert._typing import Value
 from pipert.autograd import order, streams
 from pipert.autograd.checkpoint import recompute_before
-from pipert.autograd.hooks import Hooks
 from pipert.batch.tensors import differentiable
-from pipert.layers.call import Layers
 from pipert.layers.segments import Segments
 from pipert.stage.copies import Copies
 
@@ -49,17 +46,12 @@ class CallBoundary:
     """The last micro-batch, which leaves no token."""
     _grad_enabled: bool
     """Whether there is a graph."""
-    _hooks: Hooks
-    """The caller's saved-tensor hooks."""
     copies: Copies
     in_turn: bool
     """Whether tasks go backward in turn, since one thread goes through all partitions."""
     forks_last: bool
     """Whether the last micro-batch is forked, too, to wait for its turn."""
     _token: Tensor | None = None
-    _segments: Segments | None = None
-    """Those of the current micro-batch, if it is checkpointed."""
-    _callers: int = field(default_factory=node_count)  # whose nodes have numbers below this
 
     def cross(self, i: int, x: Value, origin: int | None, is_skip: bool = False) -> Value:
         """Bring a value here from partition ``origin``, or the caller, for the layers."""
@@ -70,15 +62,8 @@ class CallBoundary:
             x = self._join(x)
         return x if copied is None else self.copies.wait(i, x, copied)
 
-    def checkpoint(self, layers: Layers, i: int) -> Segments:
-        """Begin to checkpoint micro-batch ``i``; return what records it."""
-        order.begin_numbers(self._callers)  # V2
-        self._segments = layers.segments(i, self._hooks)
-        return self._segments
-
-    def leave(self, i: int, y: Value) -> Value:
+    def leave(self, i: int, y: Value, segments: Segments | None) -> Value:
         """Prepare the output of the layers for sending."""
-        segments, self._segments = self._segments, None
         if self.copies.go_out:
             copying = self.copies.stream(i)
             if copying is not None:
@@ -112,7 +97,6 @@ class CallBoundary:
     def drop(self) -> None:
         """Forget every micro-batch, since nobody waits for the run any more. From any thread."""
         self._token = None  # it holds the graph of all earlier micro-batches
-        self._segments = None
 
     def _join(self, x: Value) -> Value:
         """Tie the token to the input, and to no skip.

@@ -104,9 +104,6 @@ class Gradients:
         """Forget all sums."""
         self._sums.clear()
 
-    def __repr__(self) -> str:
-        return f"<Gradients of {len(self._sums)} weights>"
-
 
 class _Deliver(torch.autograd.Function):
     @staticmethod

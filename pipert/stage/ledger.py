@@ -76,6 +76,3 @@ class Ledger:
             if origin is not None:
                 graphs[i, origin].left.append(crossing)
         return entered
-
-    def __repr__(self) -> str:
-        return f"<Ledger of {len(self.graphs)} graphs>"

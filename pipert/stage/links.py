@@ -111,6 +111,3 @@ class SkipLinks:
     def clear(self) -> None:
         """Drop what nobody will receive."""
         self._values.clear()
-
-    def __repr__(self) -> str:
-        return f"<SkipLinks, {len(self._values)} skips>"

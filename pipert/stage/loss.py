@@ -17,7 +17,7 @@ from pipert._typing import Value
 from pipert.batch.tensors import describe
 from pipert.errors import add_note
 from pipert.layers.place import Place
-from pipert.layers.random_numbers import Draws, RunSeed
+from pipert.layers.random_numbers import RunSeed, TaskRng
 from pipert.schedules.action import FORWARD, Action
 
 LossFunction = Callable[[Any, Any], Tensor]
@@ -86,8 +86,8 @@ def loss_of(
     weights = sizes or [1] * len(targets)
     total = sum(weights)
     adds_up = reduction == "sum" or denominator is not None or not total
-    given = function.keywords if isinstance(function, partial) else {}
-    said = given.get("reduction") or getattr(function, "reduction", None)
+    keywords = function.keywords if isinstance(function, partial) else {}
+    said = keywords.get("reduction") or getattr(function, "reduction", None)
     if len(targets) > 1 and not adds_up and said == "sum":
         warnings.warn(
             f"loss_fn has reduction='sum', and the loss is the mean of the sums of {len(targets)} "
@@ -199,7 +199,7 @@ class Loss:
             if not self.draws:
                 return self._checked(self._function(output, target))
             kind = f"loss {id(self._function)}", place.j  # callers at once may have others
-            with Draws(seed, place.number_of_loss(i), place.device, kind):
+            with TaskRng(seed, place.number_of_loss(i), place.device, kind):
                 loss = self._function(output, target)
             return self._checked(loss)
         except BaseException as error:

@@ -71,8 +71,3 @@ class Outcome:
         """Return the failure to raise, if any."""
         with self._lock:
             return self._errors[min(self._errors)] if self._errors else None
-
-    def __repr__(self) -> str:
-        state = "settled" if self._latch.is_open() else "running"
-        failed = "" if self.failed_at == _NEVER else f", failed at {self.failed_at}"
-        return f"<Outcome of m={self.plan.m} n={self.plan.n}, {state}{failed}>"

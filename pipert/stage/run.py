@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 
+from pipert._torch import node_count
 from pipert._typing import Value
 from pipert.autograd.streams import CopyStreams, compute_stream, wait
 from pipert.layers.effects import Effects
@@ -20,7 +21,7 @@ from pipert.stage.shared_memory import Shared
 from pipert.workers.context import CallerContext
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Run:
     """One mini-batch on its way. Created by the caller; gone when the call returns."""
 
@@ -46,6 +47,8 @@ class Run:
     """Called by the caller when the run is over, however it ended."""
     dropped: bool = False
     """Whether nobody waits for the run any more."""
+    first_node: int = field(default_factory=node_count)
+    """The caller's nodes have lower numbers."""
 
     def __post_init__(self) -> None:
         self.number = self.notifier.run.number
@@ -92,6 +95,3 @@ class Run:
         self.dropped = True
         self.skips.clear()
         self.outputs.clear()
-
-    def __repr__(self) -> str:
-        return f"<Run of {self.outcome!r}>"

@@ -29,12 +29,14 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from pipert._typing import Value
+from pipert.autograd.order import begin_numbers
 from pipert.batch.tensors import Carried
 from pipert.layers.batchnorm import PartitionStats
 from pipert.layers.call import Layers
 from pipert.layers.parameter_copies import ParameterCopies, Weights
 from pipert.layers.phase import begin_microbatch, end_microbatch
 from pipert.layers.place import Place
+from pipert.layers.segments import Segments
 from pipert.queues.closable import Once
 from pipert.schedules.action import BACKWARD, FORWARD, RECOMPUTE, WEIGHT, Action
 from pipert.skip.namespace import Key
@@ -75,7 +77,7 @@ class Links(NamedTuple):
     dy: Link
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Stage:
     """Partition *j* in one run.
 
@@ -144,6 +146,13 @@ class Stage:
             self._copies.copy_of(weight, self.place.j, partial(self.boundary.copy_weight, i))
         self.layers.copies = self._copies
 
+    def segments(self, i: int) -> Segments | None:
+        """Begin to checkpoint micro-batch ``i`` in its forward, if it is recomputed."""
+        if i >= self.recomputed:
+            return None
+        begin_numbers(self.run.first_node)  # V2
+        return self.layers.segments(i)
+
     def enter(self, i: int, x: Value) -> Value:
         """Bring the input here, and the skips that arrive with it; find what shares memory.
 
@@ -182,9 +191,6 @@ class Stage:
         """Forget every micro-batch."""
         self.boundary.drop()
         self.run.drop()
-
-    def __repr__(self) -> str:
-        return f"<Stage of {self.place}, {self.outcome!r}>"
 
 
 def _observed(kind: str, execute: Execute, stage: Stage, i: int, received: Value) -> Value:
@@ -262,6 +268,3 @@ class Task:
             )
         self._stage.outcome.fail(self._position, error)
         return NOT_RUN
-
-    def __repr__(self) -> str:
-        return f"<Task {self._action}>"

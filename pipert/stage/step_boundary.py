@@ -22,7 +22,6 @@ from pipert.autograd.order import begin_numbers
 from pipert.autograd.weight_gradients import DeferredGradients
 from pipert.batch.tensors import Carried, differentiable
 from pipert.batch.trees import CLOSED_TO_GRAPHS, ORDINARY, REMEDY, flatten, held_by
-from pipert.layers.call import Layers
 from pipert.layers.place import Place
 from pipert.layers.segments import Segments
 from pipert.schedules.action import WEIGHT
@@ -46,8 +45,8 @@ class StepBoundary:
     """
 
     __slots__ = (
-        "_callers", "_first", "_hooks", "_place", "_seed", "_segments", "copies", "gradients",
-        "deferred", "defers_weights", "look", "step",
+        "_callers", "_first", "_place", "_seed", "copies", "gradients", "deferred",
+        "defers_weights", "look", "step",
     )  # fmt: skip
 
     def __init__(
@@ -63,13 +62,11 @@ class StepBoundary:
         self.deferred: dict[int, list[DeferredGradients]] = {}
         """What ``W[i,j]`` computes, by micro-batch."""
         self._place = place
-        self._hooks = run.context.saved_tensor_hooks
         self._seed = run.seed
         self.copies = copies
         self.look: Look | None = None
         """By default the nodes made in the stage are its own."""
-        self._segments: Segments | None = None  # of the current micro-batch
-        self._callers = node_count()  # the caller's nodes have numbers below this
+        self._callers = run.first_node
         self._first: int | None = None  # nodes made here have numbers from this on
 
     def cross(self, i: int, x: Value, origin: int | None, is_skip: bool = False) -> Value:
@@ -86,13 +83,8 @@ class StepBoundary:
         crossed: Value = rebuild(self.step.ledger.cross(i, self._place.j, origin, xs, values))
         return crossed
 
-    def checkpoint(self, layers: Layers, i: int) -> Segments:
-        self._segments = layers.segments(i, self._hooks)
-        return self._segments
-
-    def leave(self, i: int, y: Value) -> Value:
+    def leave(self, i: int, y: Value, segments: Segments | None) -> Value:
         """Note what ``B[i,j]`` needs; return the output, whose graph is cut where it crosses."""
-        segments, self._segments = self._segments, None
         self.copies.let_others_copy(i)
         ys, _ = differentiable(y)
         if ys:

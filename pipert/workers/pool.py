@@ -182,10 +182,6 @@ class Pool:
         """Whether :meth:`stop` or :meth:`close` was called."""
         return self._closed
 
-    def __repr__(self) -> str:
-        alive = sum(thread.is_alive() for thread in self._threads)
-        return f"<Pool of {len(self._names)}, {alive} running{', closed' if self.closed else ''}>"
-
 
 _resetting = ProcessLock(reentrant=True)
 

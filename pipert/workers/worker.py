@@ -103,9 +103,6 @@ class Activity:
             tasks, busy = tasks + 1, busy + perf_counter() - since
         self.state = _state((tasks, busy, None, 0.0, False))
 
-    def __repr__(self) -> str:
-        return f"<Activity: {self.state.what or 'idle'}, {self.state.tasks} tasks>"
-
 
 class Task(Protocol):
     """A task in a worker's in-queue. It is received, executed and sent once, or abandoned."""

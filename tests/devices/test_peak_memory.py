@@ -102,10 +102,10 @@ def test_a_graph_that_stays_too_long_is_noticed(
     late: dict[int, Any] = {}
     leave = StepBoundary.leave
 
-    def leave_and_keep(cut: StepBoundary, i: int, y: Any) -> Any:
+    def leave_and_keep(cut: StepBoundary, i: int, y: Any, segments: Any) -> Any:
         j, node = cut._place.j, differentiable(y)[0][0].grad_fn
         late[j] = [*late.get(j, [])[-1:], saved_behind(node)]
-        return leave(cut, i, y)
+        return leave(cut, i, y, segments)
 
     monkeypatch.setattr(StepBoundary, "leave", leave_and_keep)
     assert wrongs(gpus, "gpt", 2, "1f1b", "never")

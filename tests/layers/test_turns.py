@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from pipert import Pipe, PipelineTimeout
 from pipert.layers.default_generators import default_generator
-from pipert.layers.random_numbers import CPU, Draws, RunSeed
+from pipert.layers.random_numbers import CPU, RunSeed, TaskRng
 from tests import scripts
 from tests.layers import Apply
 from tests.pipes import pipe_of_layers
@@ -348,10 +348,10 @@ def test_a_task_whose_run_was_given_up_does_not_begin_when_its_turn_comes() -> N
     def wait_in_vain() -> None:
         with pytest.raises(RuntimeError, match="given up"):
             waits.set()
-            with Draws(second, 0, CPU, ("F", 0)):
+            with TaskRng(second, 0, CPU, ("F", 0)):
                 ran.append("second")
 
-    with Draws(first, 0, CPU, ("F", 0)):
+    with TaskRng(first, 0, CPU, ("F", 0)):
         thread = threading.Thread(target=wait_in_vain)
         thread.start()
         assert waits.wait(PATIENCE)
