@@ -153,6 +153,32 @@ def test_ready_micro_batches_everywhere_and_parameters_by_rank() -> None:
     torch.testing.assert_close(found[1][4]["logits"], plain(**tied_batch(5))["logits"].detach())
 
 
+def maps(rank: int) -> list[Any]:
+    pipe = distributed.pipeline(build("tied"), ["blocks.2"], example=tied_batch(2), chunks=2)
+    pipe.eval()
+    batches = [tied_batch(2, length) for length in (4, 7, 5, 3, 6)]
+    found = list(pipe.map(batches if rank == 0 else ()))
+    assert not list(pipe.map([]))
+    with pytest.raises((Fault, distributed.RankError)):
+        list(pipe.map(_breaking(batches)))
+    pipe(**tied_batch(4))
+    return found
+
+
+def _breaking(batches: list[Any]) -> Any:
+    yield from batches[:3]
+    if dist.get_rank() == 0:
+        raise Fault("no more")
+
+
+def test_a_data_set_is_mapped() -> None:
+    plain = build("tied").eval()
+    first, second = run(2, maps)
+    assert first == [None] * 5
+    for output, length in zip(second, (4, 7, 5, 3, 6), strict=True):
+        torch.testing.assert_close(output["logits"], plain(**tied_batch(2, length))["logits"])
+
+
 def saves(rank: int, folder: str, cuts: list[str], schedule: str, loads: bool) -> Any:
     torch.manual_seed(3 if loads else 0)
     pipe = distributed.pipeline(Tied(), cuts, example=tied_batch(2), schedule=schedule)
