@@ -27,6 +27,8 @@ META = torch.device("meta")
 Name = tuple[int, int]
 """Of a tensor: the event that made it, and its index among the results."""
 
+_CLOSED = (nn.Module, Tensor)
+
 DEVICES: frozenset[Any] = frozenset(
     getattr(Tensor, name).__get__ for name in ("device", "is_meta", "is_cuda", "is_cpu")
 )
@@ -214,7 +216,7 @@ def refuse_reading_hooks(layer: str) -> Iterator[None]:
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Restore the model's buffers, and what its modules keep: attributes, dicts and lists."""
+    """Restore the model's buffers; and attributes, dicts and lists that have got meta tensors."""
     tables = [vars(module) for module in modules_of(model)]
     kept: list[Any] = [one for table in tables for one in (table, *table.values())]
     before = [(one, copy(one)) for one in kept if type(one) in (dict, list)]
@@ -223,8 +225,19 @@ def untouched(model: nn.Module) -> Iterator[None]:
             yield
         finally:
             for now, old in before:
-                now.clear()
-                now.update(old) if type(now) is dict else now.extend(old)
+                if type(now) is list:
+                    now[:] = old if any(map(_has_meta, now[len(old) :])) else now
+                    continue
+                for key in [k for k, v in now.items() if v is not old.get(k) and _has_meta(v)]:
+                    if key in old:
+                        now[key] = old[key]
+                    else:
+                        del now[key]
+
+
+def _has_meta(value: Any) -> bool:
+    found = [one for one in (value, *held_by(value, _CLOSED)) if isinstance(one, Tensor)]
+    return any(one.is_meta and not isinstance(one, nn.Parameter) for one in found)
 
 
 def refuse_unrepeatable() -> None:
@@ -260,7 +273,7 @@ def unseen(phase: int, tensor: Tensor, model: nn.Module) -> ReplayError:
     where = ""
     for name, module in model.named_modules():
         for key, value in vars(module).items():
-            if value is tensor or any(one is tensor for one in held_by(value, (nn.Module, Tensor))):
+            if value is tensor or any(one is tensor for one in held_by(value, _CLOSED)):
                 where = f", and is kept in {f'{name}.{key}'.lstrip('.')!r}"
     return ReplayError(
         f"the model's own code in partition {phase} uses a tensor, {describe(tensor)}, that was "

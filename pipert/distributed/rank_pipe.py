@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from itertools import islice
 from typing import Any, Self
 
 import torch
@@ -82,9 +83,40 @@ class RankPipe(nn.Module):
             RankError: another rank failed.
             Exception: as :meth:`pipert.Pipe.forward`.
         """
+        return self._evaluated(Call(args, kwargs))
+
+    def _evaluated(self, call: Call) -> Value:
         # Under inference_mode, tensors that cross would have no version.
         with torch.inference_mode(False), torch.no_grad():
-            return self._runtime.run(Call(args, kwargs), self._settings)[1]
+            return self._runtime.run(call, self._settings)[1]
+
+    def map(self, microbatches: Iterable[Any]) -> Iterator[Value]:
+        """Run micro-batches as they come, ``chunks`` at a time; yield their outputs in order.
+
+        All ranks call it together and exhaust it. Replicas have equally many micro-batches.
+
+        Args:
+            microbatches: as in :meth:`forward_backward`, read as needed.
+
+        Yields:
+            The outputs on the last rank; ``None`` on others.
+
+        Raises:
+            RankError: another rank failed.
+            Exception: as :meth:`forward`.
+        """
+        site, left = self._runtime.site, iter(microbatches)
+        while True:
+            with site.agreement.agreeing("map()") as reports:
+                some = list(islice(left, self.chunks))
+                reports.append(len(some) if dist.get_rank() == site.homes[0] else None)
+            count, *others = {each for each in reports if each is not None}
+            if others:
+                raise ValueError("replicas must map equally many micro-batches, but do not")
+            if not count:
+                return
+            outputs = self._evaluated(Call((), {}, some))
+            yield from [None] * count if outputs is None else outputs
 
     def forward_backward(
         self,

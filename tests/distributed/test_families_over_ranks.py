@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 
 import pipert
 from pipert import distributed
-from tests.any_model.family import Family
+from tests.any_model.family import ROWS, Family, Made, library, own_loss
 from tests.any_model.piped import CHUNKS
 from tests.any_model.reference import detached, first_rows, reference
 from tests.any_model.same import tolerance_of
@@ -29,7 +29,27 @@ WITHOUT = {
     "mixtral with auxiliary loss": "that was made unseen",
 }
 """Why some are refused."""
-FAMILIES = {family.name: family for family in ZOO if not family.why_not}
+
+
+def timm_vit() -> Made:
+    model = library("timm.models.vision_transformer").VisionTransformer(
+        img_size=32, patch_size=8, embed_dim=16, depth=4, num_heads=2, num_classes=3
+    )
+    return Made(model, {"x": torch.randn(ROWS, 3, 32, 32)})
+
+
+def timm_convnext() -> Made:
+    model = library("timm.models.convnext").ConvNeXt(
+        depths=(1, 1, 1, 1), dims=(4, 8, 12, 16), num_classes=3
+    )
+    return Made(model, {"x": torch.randn(ROWS, 3, 64, 64)})
+
+
+MORE = [
+    Family("vit (timm)", timm_vit, ("blocks.2",), "timm"),
+    Family("convnext (timm)", timm_convnext, ("stages.1", "stages.2"), "timm"),
+]
+FAMILIES = {family.name: family for family in (*ZOO, *MORE) if not family.why_not}
 
 
 def on_meta(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -126,7 +146,7 @@ def check(ranks: int, names: list[str], schedule: str, rows: int = 8, **more: An
 OFTEN = [
     "llama, tied, with labels", "gpt2", "bert", "t5", "whisper", "mixtral", "gemma3", "mamba",
     "segformer", "vit", "convnext", "unet (diffusers)", "llama with lora (peft)", "qwen3",
-    "qwen2-moe", "mixtral with auxiliary loss", "fnet", "swin",
+    "qwen2-moe", "vit (timm)", "convnext (timm)", "mixtral with auxiliary loss", "fnet", "swin",
 ]  # fmt: skip
 
 
@@ -158,3 +178,62 @@ def test_models_on_three_ranks(schedule: str, checkpoint: str) -> None:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_rarer_models(ranks: int) -> None:
     check(ranks, named(ranks, False), "1f1b")
+
+
+# Images and words, of which no two micro-batches have equally many ------------------------------
+
+
+def qwen() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    words = dict(
+        vocab_size=40, hidden_size=16, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, intermediate_size=24, pad_token_id=0, use_cache=False,
+        rope_parameters=dict(rope_type="default", rope_theta=1e4, mrope_section=[1, 1, 0]),
+    )  # fmt: skip
+    images = dict(
+        depth=2, hidden_size=16, num_heads=2, intermediate_size=24, patch_size=4,
+        spatial_merge_size=2, out_hidden_size=16, window_size=16, fullatt_block_indexes=[1],
+    )  # fmt: skip
+    config = transformers.Qwen2_5_VLConfig(
+        text_config=words, vision_config=images, image_token_id=30, video_token_id=31,
+        vision_start_token_id=32, vision_end_token_id=33, tie_word_embeddings=True,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model: nn.Module = transformers.Qwen2_5_VLForConditionalGeneration(config)
+    return model
+
+
+def questions(rows: int, images: int) -> dict[str, torch.Tensor]:
+    """Rows of twelve tokens, the first of which begin with an image of four."""
+    generator = torch.Generator().manual_seed(rows)
+    ids = torch.randint(1, 29, (rows, 12), generator=generator)
+    ids[:images, 2:8] = torch.tensor([32, 30, 30, 30, 30, 33])
+    return {
+        "input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone(),
+        "mm_token_type_ids": (ids == 30).int(),
+        "pixel_values": torch.randn(images * 16, 3 * 2 * 4 * 4, generator=generator),
+        "image_grid_thw": torch.tensor([[1, 4, 4]] * images),
+    }  # fmt: skip
+
+
+def asks(rank: int) -> Any:
+    batches = [questions(rows, images) for rows, images in ((2, 2), (3, 3), (2, 1), (1, 1))]
+    pipe = distributed.pipeline(
+        qwen(), ["model.language_model.layers.2"], example=batches[0], chunks=4
+    )
+    loss = pipe.forward_backward(microbatches=batches, loss_fn=lambda y, _: own_loss(y))
+    return loss, {name: p.grad for name, p in pipe.named_parameters(remove_duplicate=False)}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_images_and_words() -> None:
+    plain = qwen()
+    batches = [questions(rows, images) for rows, images in ((2, 2), (3, 3), (2, 1), (1, 1))]
+    loss = torch.stack([own_loss(plain(**each)) for each in batches]).mean()
+    torch.autograd.backward(loss)
+    named = dict(plain.named_parameters(remove_duplicate=False))
+    for other, grads in run(2, asks, seconds=170, group=50):
+        torch.testing.assert_close(other, loss.detach())
+        for name, grad in grads.items():
+            torch.testing.assert_close(grad, named[name].grad, rtol=1e-4, atol=1e-6)

@@ -16,6 +16,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.checkpoint.state_dict_loader import load as load_into
 from torch.distributed.checkpoint.state_dict_saver import save as save_as
 
@@ -30,6 +35,7 @@ from tests.distributed.own_models import (
     build,
     layer,
     loss_in_output,
+    loss_of_unet,
     tied_batch,
     unet_batch,
 )
@@ -147,6 +153,32 @@ def test_ready_micro_batches_everywhere_and_parameters_by_rank() -> None:
     torch.testing.assert_close(found[1][4]["logits"], plain(**tied_batch(5))["logits"].detach())
 
 
+def maps(rank: int) -> list[Any]:
+    pipe = distributed.pipeline(build("tied"), ["blocks.2"], example=tied_batch(2), chunks=2)
+    pipe.eval()
+    batches = [tied_batch(2, length) for length in (4, 7, 5, 3, 6)]
+    found = list(pipe.map(batches if rank == 0 else ()))
+    assert not list(pipe.map([]))
+    with pytest.raises((Fault, distributed.RankError)):
+        list(pipe.map(_breaking(batches)))
+    pipe(**tied_batch(4))
+    return found
+
+
+def _breaking(batches: list[Any]) -> Any:
+    yield from batches[:3]
+    if dist.get_rank() == 0:
+        raise Fault("no more")
+
+
+def test_a_data_set_is_mapped() -> None:
+    plain = build("tied").eval()
+    first, second = run(2, maps)
+    assert first == [None] * 5
+    for output, length in zip(second, (4, 7, 5, 3, 6), strict=True):
+        torch.testing.assert_close(output["logits"], plain(**tied_batch(2, length))["logits"])
+
+
 def saves(rank: int, folder: str, cuts: list[str], schedule: str, loads: bool) -> Any:
     torch.manual_seed(3 if loads else 0)
     pipe = distributed.pipeline(Tied(), cuts, example=tied_batch(2), schedule=schedule)
@@ -165,6 +197,56 @@ def test_a_saved_state_is_loaded_into_another_number_of_ranks(tmp_path: Path) ->
     for state in run(2, saves, folder, ["blocks.1", "blocks.2", "norm"], "interleaved", True):
         for name, value in state.items():
             torch.testing.assert_close(value, plain[name], rtol=0, atol=0)
+
+
+def trains(rank: int, cuts: list[str], folder: str, loads: bool) -> list[Tensor]:
+    """One step of Adam, saved; or loaded into what has trained otherwise; then three more."""
+    torch.manual_seed(5 if loads else 0)
+    pipe = distributed.pipeline(MODELS["unet"][0](), cuts, example=unet_batch(2))
+    optimizer = torch.optim.Adam(pipe.parameters(), lr=0.1)
+    return goes_on(pipe, optimizer, folder, loads)
+
+
+def goes_on(model: Any, optimizer: Any, folder: str, loads: bool) -> list[Tensor]:
+    def train() -> Tensor:
+        optimizer.zero_grad()
+        given: dict[str, Any] = unet_batch(4)
+        if isinstance(model, distributed.ModulePipe):
+            loss: Tensor = model.forward_backward(**given, loss_fn=loss_of_unet)
+        else:
+            loss = loss_of_unet(model(**given), None)
+            torch.autograd.backward(loss)
+        optimizer.step()
+        return loss.detach()
+
+    train()
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    state = dict(zip("mo", get_state_dict(model, optimizer, options=options), strict=True))
+    if loads:
+        load_into(state, checkpoint_id=folder)
+        states: dict[str, Any] = {"model_state_dict": state["m"], "optim_state_dict": state["o"]}
+        set_state_dict(model, optimizer, **states, options=options)
+    else:
+        save_as(state, checkpoint_id=folder)
+    return [train() for _ in range(3)]
+
+
+def test_the_state_of_an_optimizer_is_loaded_into_four_ranks_and_one_process(
+    tmp_path: Path,
+) -> None:
+    folder = str(tmp_path)
+    expected, _ = run(2, trains, ["middle"], folder, False)
+    assert len({loss.item() for loss in expected}) == 3
+    for found in run(4, trains, ["downs.1", "middle", "ups.1"], folder, True):
+        torch.testing.assert_close(found, expected)
+    (found,) = run(1, trains_alone, folder)
+    torch.testing.assert_close(found, expected)
+
+
+def trains_alone(rank: int, folder: str) -> list[Tensor]:
+    torch.manual_seed(6)
+    model = MODELS["unet"][0]()
+    return goes_on(model, torch.optim.Adam(model.parameters(), lr=0.1), folder, True)
 
 
 def autocasts(rank: int) -> list[Any]:
@@ -726,6 +808,41 @@ def keeps_in_dict(model: Any, x: Tensor, h: Tensor) -> Any:
 def counts(model: Any, x: Tensor, h: Tensor) -> Any:
     model.mean += 1
     return h
+
+
+class Caching(nn.Linear):
+    """A layer that keeps, for each number of rows, a tensor like its first argument."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.tables: dict[int, Tensor] = {}
+        self.calls: list[Any] = []
+        self.last: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.append(len(x))
+        self.last = x
+        return super().forward(x) + self.tables.setdefault(len(x), torch.ones_like(x))
+
+
+def caches(rank: int) -> list[Any]:
+    torch.manual_seed(0)
+    model = Chain(lambda *a: a[2])
+    model.a, model.b = Caching(), Caching()
+    x = torch.ones(4, 4)
+    pipe = distributed.pipeline(model, ["b"], example=x)
+    assert model.b.last is None and not model.b.tables and model.b.calls == [4]
+    return [pipe.forward_backward(x, target=x * 2, loss_fn=F.mse_loss) for _ in range(2)]
+
+
+def test_a_layer_keeps_nothing_of_a_recording() -> None:
+    torch.manual_seed(0)
+    plain = Chain(lambda *a: a[2])
+    plain.a, plain.b = Caching(), Caching()
+    x = torch.ones(4, 4)
+    loss = F.mse_loss(plain(x), x * 2).detach()
+    for losses in run(2, caches):
+        torch.testing.assert_close(losses, [loss, loss])
 
 
 class Hidden:
