@@ -111,14 +111,11 @@ _needed("_sequence_nr", _node)
 sequence_nr: Callable[[Any], int] = operator.methodcaller("_sequence_nr")
 """The number of a node, counted by the thread that created it."""
 
-_or((), "_input_metadata", _node)
-
-
-def outputs_of(node: Any) -> Sequence[Any]:
-    """Return what a node knows of each of its outputs; empty if torch does not tell."""
-    found: Sequence[Any] = getattr(node, "_input_metadata", ())
-    return found
-
+_outputs = operator.attrgetter("_input_metadata")
+outputs_of: Callable[[Any], Sequence[Any]] = (
+    _outputs if _or((), "_input_metadata", _node) else lambda _: ()
+)
+"""What a node knows of each of its outputs. The fallback knows nothing."""
 
 set_sequence_nr: Callable[[Any, int], None] = _needed("torch._C:_FunctionBase._set_sequence_nr")
 """Sets the number of the node of a ``Function``, given its context."""

@@ -192,7 +192,7 @@ class AroundLayers:
         kind = FORWARD, place.j
         self._rng = TaskRng(shared.run.seed, place.number(self._i), place.device, kind)
         self._rng_block.enter_context(self._rng)  # the model's own code may draw, too
-        self._segments = stage.segments(self._i)
+        self._segments = stage.segments(self._i) if self._i < stage.recomputed else None
         if self._graph is not None and shared.step is not None:
             self._graph.begin(place.j)
             shared.step.ledger.graphs[self._i, place.j].segments = self._segments

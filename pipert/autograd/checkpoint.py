@@ -216,7 +216,7 @@ class _Proxy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.materialize_grads = False
-        return x.new_empty(()).expand(x.shape)
+        return x.new_empty_strided(x.shape, (0,) * x.dim())
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> Tensor | None:

@@ -114,7 +114,7 @@ _next_functions: Callable[[Any], Iterable[Any]] = attrgetter("next_functions")
 
 
 def origins(
-    ys: Iterable[Tensor], begins: Collection[tuple[Any, int]], made: range
+    ys: Sequence[Tensor], begins: Collection[tuple[Any, int]], made: range
 ) -> tuple[list[Tensor], bool] | None:
     """Returns the leaves of a task's graph, if the task is a function of them and its inputs alone.
 
@@ -136,13 +136,13 @@ def origins(
     # numbers do not tell, the pair is right as well: it differentiates all that it computes again.
     if behind.others or len(set(behind.numbers)) < len(behind.numbers):
         return None
-    if any([len(outputs_of(node)) != 1 for node in stops]):  # another output may be used as well
+    if {*map(len, map(outputs_of, stops))} - {1}:  # another output may be used as well
         edges = [*ends, *chain.from_iterable(map(_next_functions, behind.nodes))]
         if any(edge[0] in stops and edge not in begins for edge in edges):
             return None
-    leaves = [y for y in ys if y.is_leaf]
-    known = set(map(id, leaves))
-    leaves += [leaf for leaf in behind.leaves if id(leaf) not in known]
+    leaves = behind.leaves
+    if len(ends) < len(ys):
+        leaves = list({id(x): x for x in (*(y for y in ys if y.is_leaf), *leaves)}.values())
     kinds = set(map(type, behind.nodes))
     has_functions = is_in_python(kinds)
     if has_functions:

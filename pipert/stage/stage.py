@@ -146,10 +146,8 @@ class Stage:
             self._copies.copy_of(weight, self.place.j, partial(self.boundary.copy_weight, i))
         self.layers.copies = self._copies
 
-    def segments(self, i: int) -> Segments | None:
-        """Begin to checkpoint micro-batch ``i`` in its forward, if it is recomputed."""
-        if i >= self.recomputed:
-            return None
+    def segments(self, i: int) -> Segments:
+        """Begin to checkpoint micro-batch ``i`` in its forward."""
         begin_numbers(self.run.first_node)  # V2
         return self.layers.segments(i)
 
