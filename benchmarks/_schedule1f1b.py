@@ -5,7 +5,7 @@
     python _schedule1f1b.py CASE RANK STORE
 
 They communicate over gloo, and find each other through the file STORE. Each process holds one stage
-of the model for each of the two runtimes. For each line that it reads, it takes a step with the
+of the model for each runtime. For each line that it reads, it takes a step with the
 runtime of that name, and writes the step's seconds and the loss, or 0 if it does not know the loss.
 Between steps it waits, so as not to disturb the other runtimes.
 """
@@ -31,9 +31,11 @@ from torch.nn import functional
 
 import pipert.distributed
 
-__all__ = ["BALANCE", "CHUNKS", "OURS", "TORCHS", "batch", "convolutions", "linears", "processes"]
+__all__ = [
+    "ANY", "BALANCE", "CHUNKS", "OURS", "TORCHS", "batch", "convolutions", "linears", "processes",
+]  # fmt: skip
 
-TORCHS, OURS = "Schedule1F1B", "pipert.distributed"
+TORCHS, OURS, ANY = "Schedule1F1B", "distributed.Pipe", "distributed.pipeline"
 
 LAYERS, CHANNELS, SIDE, ROWS, CHUNKS = 9, 32, 64, 32, 8
 BALANCE = [5, 4]  # the first layer computes no gradient of its input
@@ -130,9 +132,14 @@ def by_torch(rank: int, model: nn.Sequential, x: Tensor, target: Tensor) -> Step
     return step
 
 
-def by_pipert(rank: int, model: nn.Sequential, x: Tensor, target: Tensor) -> Step:
-    """Makes a step with ``pipert.distributed.Pipe``."""
-    pipe = pipert.distributed.Pipe(model, BALANCE, chunks=CHUNKS, schedule="1f1b")
+def by_pipert(is_any: bool, model: nn.Sequential, x: Tensor, target: Tensor) -> Step:
+    """Makes a step with ``pipert.distributed.Pipe``, or with ``pipert.distributed.pipeline``."""
+    pipe: Any
+    if is_any:
+        cuts = [str(BALANCE[0])]
+        pipe = pipert.distributed.pipeline(model, cuts, example=x, chunks=CHUNKS, schedule="1f1b")
+    else:
+        pipe = pipert.distributed.Pipe(model, BALANCE, chunks=CHUNKS, schedule="1f1b")
 
     def step() -> float:
         pipe.zero_grad()
@@ -151,7 +158,8 @@ def main(case: str, rank: int, store: str) -> None:
     model, data = CASES[case]
     steps = {
         TORCHS: by_torch(rank, model(), *data()),
-        OURS: by_pipert(rank, model(), *data()),
+        OURS: by_pipert(False, model(), *data()),
+        ANY: by_pipert(True, model(), *data()),
     }
     for line in sys.stdin:
         dist.barrier()
