@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from pipert.stage.outcome import Outcome
+from pipert.stage.run import Outcome
 
 __all__ = ["Failures"]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipert.layers.drawing import draws
+from pipert.layers.random_numbers import draws
 from pipert.model.split import check_module, place, split
 
 CPU, META = torch.device("cpu"), torch.device("meta")

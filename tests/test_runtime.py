@@ -23,8 +23,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import pipert
 from pipert import Pipe, PipertError, ReentrantCallError, is_recomputing
-from pipert.stage.outcome import Outcome
-from pipert.stage.run import Run
+from pipert.stage.run import Outcome, Run
 from pipert.workers.worker import WorkerThread
 from tests.activations import Activations
 from tests.callers import Caller

@@ -1,5 +1,7 @@
 """Finds the uses of weights whose gradients may be put off, in the graph of a task.
 
+:data:`.RULES` has the operations whose weight's gradient takes ``x`` and ``dy`` alone.
+
 A weight is put off if that is known to be the same:
 
 1. All of its uses behind the outputs are nodes in :data:`.RULES`, in graphs that no other backward
@@ -13,7 +15,8 @@ A weight is put off if that is known to be the same:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +25,6 @@ from torch.autograd.graph import GradientEdge, Node
 
 from pipert._torch import AccumulateGrad, sequence_nr
 from pipert.autograd.leaves import Behind
-from pipert.autograd.weight_operations import RULES, ToWeight
 
 
 class LeafPath(NamedTuple):
@@ -156,3 +158,65 @@ def _saved_input(node: Any, name: str, weight: Tensor) -> Tensor | None:
     x = getattr(node, f"_saved_{name}").detach()
     is_beside = type(x) in (Tensor, nn.Parameter) and x.device == weight.device
     return x if is_beside and x.layout == torch.strided else None
+
+
+ToWeight = Callable[[Tensor, Tensor, bool], tuple[Tensor, ...]]
+"""Computes the gradient of a weight from the input and the gradient of one of its uses; if the
+flag is set, that of the bias as well."""
+
+
+class Rule(NamedTuple):
+    """The rule for the nodes of one operation."""
+
+    place: int
+    """The place of the weight among the inputs of the node."""
+    bias: int | None
+    """The place of a bias that is put off together with the weight."""
+    saved: str
+    """The name of the input that the weight meets, among what the node saves."""
+    make: Callable[[Any, bool, Tensor], ToWeight | None]
+    """Takes the node, whether the weight is transposed on the way, and the weight."""
+
+
+def _of_product(node: Any, is_transposed: bool, _: Tensor) -> ToWeight | None:
+    if getattr(node, "_saved_alpha", 1) != 1:
+        return None
+    return _transposed_product if is_transposed else _product
+
+
+def _product(x: Tensor, dy: Tensor, _: bool) -> tuple[Tensor, ...]:
+    return (x.mH @ dy,)
+
+
+def _transposed_product(x: Tensor, dy: Tensor, _: bool) -> tuple[Tensor, ...]:
+    """Compute the same, in the layout of the weight once it is transposed back."""
+    return ((dy.t() @ x.conj()).t(),)
+
+
+def _of_convolution(node: Any, is_transposed: bool, weight: Tensor) -> ToWeight | None:
+    if is_transposed:
+        return None
+    settings = [getattr(node, f"_saved_{name}", None) for name in _SETTINGS]
+    return None if None in settings else partial(_convolved, weight.detach(), settings)
+
+
+_SETTINGS = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
+
+
+def _convolved(
+    weight: Tensor, settings: list[Any], x: Tensor, dy: Tensor, has_bias: bool
+) -> tuple[Tensor, ...]:
+    w = weight if weight.dtype == x.dtype else torch.empty_like(weight, dtype=x.dtype)
+    _, of_weight, of_bias = torch.ops.aten.convolution_backward(
+        dy, x, w, [dy.shape[1]], *settings, [False, True, has_bias]
+    )
+    return (of_weight, of_bias) if has_bias else (of_weight,)
+
+
+RULES = {
+    "AddmmBackward0": Rule(2, None, "mat1", _of_product),
+    "MmBackward0": Rule(1, None, "self", _of_product),
+    # On CPU the gradient of the bias alone takes as long as with that of the weight.
+    "ConvolutionBackward0": Rule(1, 2, "input", _of_convolution),
+}
+"""By the name of a node. A node of another name computes all its gradients in ``B``."""

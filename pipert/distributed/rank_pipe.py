@@ -26,8 +26,8 @@ from pipert.distributed.rank_gradients import SharedParameters, check_tied, norm
 from pipert.distributed.rank_partition import StageModule
 from pipert.distributed.rank_reports import Call, RankSettings
 from pipert.distributed.rank_run import RankParts, RankRuntime
+from pipert.distributed.rank_stage import check_schedule, ranks_of
 from pipert.distributed.rank_timeline import record
-from pipert.distributed.torch_schedules import check_schedule, ranks_of
 from pipert.layers.batchnorm import check_batch_norm
 from pipert.layers.place import last_layer
 from pipert.model.settings import check_checkpoint, check_chunks

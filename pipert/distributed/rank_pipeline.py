@@ -19,8 +19,8 @@ from pipert.distributed.rank_parameters import Load, materialise, own_tree, stag
 from pipert.distributed.rank_partition import StageModule, moved
 from pipert.distributed.rank_pipe import RankPipe, Wrap, check_settings, layout_of, shared_of
 from pipert.distributed.rank_run import RankParts
+from pipert.distributed.rank_stage import ranks_of
 from pipert.distributed.replay_model import ReplayModel, cuts_of
-from pipert.distributed.torch_schedules import ranks_of
 from pipert.layers.batchnorm import check_batch_norm
 from pipert.layers.intercepted import intercept, release
 from pipert.pipes.base import PipeBase

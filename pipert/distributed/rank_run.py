@@ -36,15 +36,13 @@ from pipert.distributed.rank_partition import (
     compute_chain,
 )
 from pipert.distributed.rank_reports import Call, RankSettings, check, prepare, share
-from pipert.distributed.rank_stage import RankStage
+from pipert.distributed.rank_stage import RankStage, make_schedule
 from pipert.distributed.replay_model import ReplayModel
-from pipert.distributed.torch_schedules import make_schedule
 from pipert.layers.batchnorm import DeferredStats
 from pipert.layers.call import Layers, RandomLayers
-from pipert.layers.drawing import draws
 from pipert.layers.effects import Effects
 from pipert.layers.place import Place
-from pipert.layers.random_numbers import RunSeed
+from pipert.layers.random_numbers import RunSeed, draws
 from pipert.observe.notifier import Counters
 from pipert.schedules.plan import plan, plan_call, recomputed
 from pipert.skip import store

@@ -31,8 +31,7 @@ from pipert.errors import (
     WorkerBusyError,
     WorkerDiedError,
 )
-from pipert.stage.outcome import Outcome
-from pipert.stage.run import Run
+from pipert.stage.run import Outcome, Run
 from pipert.status import WAITING, TaskStatus, WorkerStatistics, table
 from pipert.workers.pool import Pool, WorkerView
 from pipert.workers.worker import CHECK, State, WorkerThread

@@ -15,9 +15,9 @@ from torch import nn
 from pipert._typing import Value
 from pipert.layers.batchnorm import DeferredStats
 from pipert.layers.call import Layers, RandomLayers
-from pipert.layers.drawing import draws
 from pipert.layers.parameter_copies import Weights, hooked, weights_elsewhere
 from pipert.layers.place import Place, last_layer
+from pipert.layers.random_numbers import draws
 from pipert.skip.routes import PartitionSkips
 from pipert.stage.actions import ACTIONS, Actions
 from pipert.stage.call_boundary import CallBoundary

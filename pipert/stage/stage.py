@@ -43,8 +43,7 @@ from pipert.skip.namespace import Key
 from pipert.skip.routes import PartitionSkips
 from pipert.stage.call_boundary import CallBoundary
 from pipert.stage.links import NOWHERE, Link
-from pipert.stage.outcome import Outcome
-from pipert.stage.run import Run
+from pipert.stage.run import Outcome, Run
 from pipert.stage.shared_memory import Shared, find_shared
 from pipert.stage.step_boundary import StepBoundary
 from pipert.workers.worker import NOT_RUN

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from pipert import Pipe, is_recomputing
-from pipert.layers.drawing import _DETERMINISTIC, may_draw
+from pipert.layers.random_numbers import _DETERMINISTIC, may_draw
 from tests.layers import Apply
 from tests.pipes import pipe_of_layers
 

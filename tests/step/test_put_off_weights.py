@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import pipert
 from pipert import Pipe
 from pipert._torch import node_count
-from pipert.autograd import weight_gradients, weight_operations
+from pipert.autograd import weight_gradients, weight_uses
 from pipert.autograd.engine import differentiate
 from pipert.autograd.leaves import leaves_behind
 from pipert.autograd.weight_gradients import Deferral
@@ -296,14 +296,14 @@ class Counts(nn.Module):
 
 def test_memory_is_freed_weight_by_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs, alive = Activations(), list[int]()
-    real = weight_operations._transposed_product
+    real = weight_uses._transposed_product
 
     def product(x: Tensor, dy: Tensor, has_bias: bool) -> Any:
         gc.collect()
         alive.append(inputs.now())
         return real(x, dy, has_bias)
 
-    monkeypatch.setattr(weight_operations, "_transposed_product", product)
+    monkeypatch.setattr(weight_uses, "_transposed_product", product)
     layers = nn.Sequential(*[Counts(inputs) for _ in range(5)], nn.Identity())
     with piped("Pipe", layers, chunks=1) as pipe:
         pipe.forward_backward(

@@ -237,7 +237,7 @@ def _failing() -> Iterator[None]:
 
     refused = pytest.raises(ValueError, match="no memory")
     with pytest.MonkeyPatch.context() as patch, refused as found:
-        patch.setattr("pipert.autograd.weight_operations._transposed_product", fail)
+        patch.setattr("pipert.autograd.weight_uses._transposed_product", fail)
         yield
     assert any("weight gradient W[0," in note for note in found.value.__notes__)
 
