@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.any_model.family import ROWS, Family, Made
-from tests.any_model.piped import How, assert_equal, in_each_how, results
+from tests.any_model.piped import HOWS, How, assert_equal, in_each_how, results
 
 MODELS: list[type[Three]] = []
 
@@ -271,6 +271,16 @@ class Frozen(Three):
         return self.c(self.b(self.a(x)))
 
 
+class ToSparse(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.to_sparse()
+
+
+class ToDense(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.to_dense()
+
+
 def family(model: type[Three], **batch: Any) -> Family:
     batch = batch or {"x": torch.randn(ROWS, 4, dtype=torch.float64)}
     example = batch if model.needs_example else None
@@ -282,4 +292,16 @@ def family(model: type[Three], **batch: Any) -> Family:
 @pytest.mark.parametrize(("model", "how"), in_each_how(MODELS))
 def test_code_between_layers_has_the_plain_models_results(model: type[Three], how: How) -> None:
     own = family(model)
+    assert_equal(*results(own.make(), own, how))
+
+
+@pytest.mark.parametrize("how", [how for how in HOWS if how.checkpoint == "always"], ids=str)
+def test_a_recomputed_layer_may_return_a_sparse_tensor(how: How) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Sequential(nn.Linear(4, 4), ToSparse()), nn.Sequential(ToDense(), nn.Linear(4, 4)),
+        nn.Linear(4, 4),
+    ).double()  # fmt: skip
+    batch = {"input": torch.randn(ROWS, 4, dtype=torch.float64)}
+    own = Family("Sparse", lambda: Made(model, batch), ("2",))
     assert_equal(*results(own.make(), own, how))
