@@ -51,6 +51,8 @@ def locks_of(layer: nn.Module) -> Sequence[Any]:
     locks: Any = _of_layers.get(layer)
     if locks is None:
         modules = [module for module in modules_of(layer) if module._buffers]
+        if not modules:
+            return ()  # not for good: a buffer may be registered later
         new = next(filter(None, map(_locks.get, modules)), threading.RLock())
         found = {_locks.setdefault(module, new) for module in modules}
         locks = _of_layers.setdefault(layer, sorted(found, key=id))
@@ -108,7 +110,7 @@ class Buffers:
     __slots__ = ("_copies", "_modules", "_versions")
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._modules = [module for module in modules if module._buffers]
+        self._modules = list(modules)
         self._versions = {  # by id
             id(buffer): _version(buffer)
             for module in self._modules
@@ -120,7 +122,7 @@ class Buffers:
         """Call the layer, whose lock is held, and leave the buffers as they are."""
         before: list[tuple[Any, str, Any]] = []
         for module in self._modules:
-            if module.training:
+            if module.training and module._buffers:
                 before += [(module._buffers, *item) for item in module._buffers.items()]
         back = map(setitem, *zip(*before, strict=True)) if before else iter(())
         try:

@@ -75,7 +75,7 @@ class RunSeed:
     """
 
     __slots__ = (
-        "_agreed", "_of_all", "_outer", "_states", "is_concurrent", "is_over", "number", "seeds",
+        "_agreed", "_of_all", "_outer", "_states", "_tag", "is_concurrent", "is_over", "number",
         "turns", "used",
     )  # fmt: skip
 
@@ -88,8 +88,7 @@ class RunSeed:
         """Whether any task has drawn."""
         self.turns: Turns = {}
         """May be shared with runs of the same layers that overlap."""
-        self.seeds: set[int] = set() if of_all is None else of_all.seeds
-        """What tasks have seeded the CPU's generator with: layers may have saved such a state."""
+        self._tag = -1  # the upper half of what its tasks seed the CPU's generator with
         self.is_over = False
         """Whether the caller no longer waits for the run."""
         self.is_concurrent = False
@@ -100,7 +99,11 @@ class RunSeed:
     def draw(self) -> None:
         """Draw the seed, unless that has been done. Called if any layer might draw."""
         if self.number is None:
-            self.number = (self._of_all or self)._draw()
+            whole = self._of_all or self
+            self.number = whole._draw()
+            if whole._tag < 0:
+                whole._tag = _mix(self.number) >> 32 | 1  # never that of a small seed of the user's
+            self._tag = whole._tag
 
     def _draw(self) -> int:
         if self._outer is not None and not self._outer.has(CPU):
@@ -130,14 +133,18 @@ class RunSeed:
     def _put_back(self, state: Tensor, if_still: Tensor) -> None:
         """Set the generator's state, unless somebody else has drawn, such as the user's thread."""
         with self._generator() as generator, WithoutFunctions(), WithoutDispatch():
-            is_ours = generator.initial_seed() in self.seeds
+            is_ours = generator.initial_seed() >> 32 == self._tag  # a layer may have saved it
             if is_ours or torch.equal(generator.get_state(), if_still):
                 generator.set_state(state)
 
     def guard_backward(self, nodes: Iterable[Node]) -> None:
         """Let a call's backwards, which begin at ``nodes``, leave the state as it was, likewise."""
-        for node in nodes if self.seeds and self._outer is None else ():
+        for node in nodes if self.number is not None and self._outer is None else ():
             node.register_prehook(self._note_state)
+
+    def seed_for(self, device: torch.device, seed: int) -> int:
+        """Return the seed for a device's generator. The CPU's uses the lower half of it."""
+        return self._tag << 32 | seed & 0xFFFFFFFF if device == CPU else seed
 
     def _note_state(self, _: object) -> None:
         with self._generator() as generator, WithoutFunctions(), WithoutDispatch():
@@ -237,9 +244,7 @@ class TaskRng:
         if device in self._states:
             default.generator.set_state(self._states[device])
         else:
-            if device == CPU:
-                self.run.seeds.add(self._seed())
-            default.generator.manual_seed(self._seed())
+            default.generator.manual_seed(self.run.seed_for(device, self._seed()))
             self._states[device] = default.generator.get_state()
         self._initial_states.setdefault(device, self._states[device])
 

@@ -114,6 +114,59 @@ def test_buffers_are_put_back_after_a_failure() -> None:
     assert layer.book.tolist() == [2.0] * 3
 
 
+class Counting(nn.Module):
+    """A layer that counts its forwards, in a buffer that somebody registers, maybe itself."""
+
+    def __init__(self, by_itself: bool) -> None:
+        super().__init__()
+        self.linear, self.by_itself = linear(3, 2), by_itself
+        self.look: Callable[[], object] = lambda: None
+        self.count: Tensor
+
+    def forward(self, x: Tensor) -> Any:
+        self.look()
+        if self.by_itself and "count" not in self._buffers:
+            self.register_buffer("count", torch.zeros(()))
+        if "count" in self._buffers:
+            self.count += 1
+        return self.linear(x)
+
+
+@each_way
+def test_a_buffer_that_the_first_forward_registers_is_changed_by_forwards_alone(way: Way) -> None:
+    layer = Counting(by_itself=True)
+    step(nn.Sequential(layer, linear(2, 2)), way, batch(4), chunks=1)
+    assert layer.count.item() == 1
+
+
+def test_a_buffer_registered_after_a_run_is_seen_by_one_caller_at_a_time() -> None:
+    layer, inside, other_done = Counting(by_itself=False), threading.Event(), threading.Event()
+    x = batch(4)
+
+    def look() -> None:
+        if is_recomputing():
+            inside.set()
+            other_done.wait(0.5)  # which waits for the layer
+
+    def call() -> None:
+        assert inside.wait(10)
+        with torch.no_grad():
+            pipe(x)
+        other_done.set()
+
+    with Pipe(
+        nn.Sequential(layer, linear(2, 2)), [1, 1], devices=["cpu"] * 2, checkpoint="always"
+    ) as pipe:
+        pipe(x).sum().backward()
+        layer.register_buffer("count", torch.zeros(()))
+        layer.look, other = look, threading.Thread(target=call)
+        y = pipe(x)
+        other.start()
+        y.sum().backward()
+        other.join()
+    assert layer.count.item() == 2
+
+
 def test_a_forward_of_another_caller_does_not_find_the_copies() -> None:
     """It waits until the recomputation is over; its update of the statistics would be lost."""
     entered = threading.Event()
