@@ -75,7 +75,7 @@ class RunSeed:
     """
 
     __slots__ = (
-        "_agreed", "_of_all", "_outer", "_states", "_tag", "is_concurrent", "is_over", "number",
+        "_agreed", "_of_all", "_outer", "_states", "is_concurrent", "is_over", "number", "tag",
         "turns", "used",
     )  # fmt: skip
 
@@ -88,7 +88,8 @@ class RunSeed:
         """Whether any task has drawn."""
         self.turns: Turns = {}
         """May be shared with runs of the same layers that overlap."""
-        self._tag = -1  # the upper half of what its tasks seed the CPU's generator with
+        self.tag = -1
+        """The upper half of what its tasks seed the CPU's generator with."""
         self.is_over = False
         """Whether the caller no longer waits for the run."""
         self.is_concurrent = False
@@ -101,9 +102,9 @@ class RunSeed:
         if self.number is None:
             whole = self._of_all or self
             self.number = whole._draw()
-            if whole._tag < 0:
-                whole._tag = _mix(self.number) >> 32 | 1  # never that of a small seed of the user's
-            self._tag = whole._tag
+            if whole.tag < 0:
+                whole.tag = _mix(self.number) >> 32 | 1  # never that of a small seed of the user's
+            self.tag = whole.tag
 
     def _draw(self) -> int:
         if self._outer is not None and not self._outer.has(CPU):
@@ -133,7 +134,7 @@ class RunSeed:
     def _put_back(self, state: Tensor, if_still: Tensor) -> None:
         """Set the generator's state, unless somebody else has drawn, such as the user's thread."""
         with self._generator() as generator, WithoutFunctions(), WithoutDispatch():
-            is_ours = generator.initial_seed() >> 32 == self._tag  # a layer may have saved it
+            is_ours = generator.initial_seed() >> 32 == self.tag  # a layer may have saved it
             if is_ours or torch.equal(generator.get_state(), if_still):
                 generator.set_state(state)
 
@@ -141,10 +142,6 @@ class RunSeed:
         """Let a call's backwards, which begin at ``nodes``, leave the state as it was, likewise."""
         for node in nodes if self.number is not None and self._outer is None else ():
             node.register_prehook(self._note_state)
-
-    def seed_for(self, device: torch.device, seed: int) -> int:
-        """Return the seed for a device's generator. The CPU's uses the lower half of it."""
-        return self._tag << 32 | seed & 0xFFFFFFFF if device == CPU else seed
 
     def _note_state(self, _: object) -> None:
         with self._generator() as generator, WithoutFunctions(), WithoutDispatch():
@@ -244,7 +241,9 @@ class TaskRng:
         if device in self._states:
             default.generator.set_state(self._states[device])
         else:
-            default.generator.manual_seed(self.run.seed_for(device, self._seed()))
+            seed = self._seed()  # of which the CPU's generator uses the lower half
+            seed = self.run.tag << 32 | seed & 0xFFFFFFFF if device == CPU else seed
+            default.generator.manual_seed(seed)
             self._states[device] = default.generator.get_state()
         self._initial_states.setdefault(device, self._states[device])
 
@@ -344,14 +343,11 @@ def initialise_apart(module: nn.Module) -> None:
     ``R[i,j]`` draws the numbers of ``F[i,j]`` again, but finds the parameters initialised: a
     dropout behind them would get the numbers that they got.
     """
-    module.__dict__.setdefault(_METHOD, partial(_initialise, module))
-
-
-_METHOD = "initialize_parameters"
+    module.__dict__.setdefault("initialize_parameters", partial(_initialise, module))
 
 
 def _initialise(module: Any, *args: Any, **kwargs: Any) -> None:
-    del module.__dict__[_METHOD]  # the class has it, too, until it is initialised
+    del module.__dict__["initialize_parameters"]  # the class has it, too, until it is initialised
     rng = current_task()
     with contextlib.nullcontext() if rng is None else rng.substream():
         module.initialize_parameters(*args, **kwargs)
@@ -368,9 +364,8 @@ def _mix(number: int) -> int:
 def may_draw(layer: nn.Module) -> bool:
     """Whether a layer could draw random numbers. True unless it is known not to."""
     kind = type(layer)
-    if has_hooks(layer) or "forward" in layer.__dict__:
-        return True
-    if compiled_call(layer) is not None:  # a compilation saves and restores the generators
+    # A compilation saves and restores the generators.
+    if has_hooks(layer) or "forward" in layer.__dict__ or compiled_call(layer) is not None:
         return True
     if kind in _DROPOUTS:
         return layer.training
