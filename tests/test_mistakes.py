@@ -110,6 +110,10 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a closed pipe": (
         closed, PipeClosedError, r"was closed; make a new one .* pipert.pipeline\(module, ...\)",
     ),
+    "a compiled model": (
+        lambda: pipeline(wrong(torch.compile(Chain())), devices=CPUS, example=X), ValueError,
+        r"compiled or scripted as a whole.*; give the plain module, and compile its layers",
+    ),
     "a model on meta": (
         lambda: pipeline(Chain().to("meta"), ["layers.2"], devices=CPUS), ValueError,
         r"'layers.0.weight' is on 'meta', .*to_empty\(device='cpu'\)",
@@ -121,6 +125,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # of dynamo
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_explained(mistake: str) -> None:
     make, kind, told = MISTAKES[mistake]
@@ -134,6 +139,16 @@ def test_a_step_without_a_micro_batch_is_explained() -> None:
             pipe.forward_backward(step=lambda x: pipe.module(x).sum())
         assert "give microbatches" in caught.value.__notes__[-1]
         pipe.forward_backward(step=lambda: pipe.module(X).sum())  # which is right
+
+
+def test_a_batch_whose_entries_are_arguments_is_explained() -> None:
+    with pipeline(Chain(), ["layers.2"], devices=CPUS) as pipe:
+        with pytest.raises(TypeError) as caught:
+            pipe({"x": X})
+        assert "to pass the entries: **batch" in "".join(caught.value.__notes__)
+        with pytest.raises(TypeError) as caught:
+            pipe({"y": X})
+        assert "**batch" not in "".join(caught.value.__notes__)
 
 
 def test_a_picture_without_matplotlib_is_explained(

@@ -162,7 +162,7 @@ class MicroBatchForward:
                 self._stage.place.note(error, Action(FORWARD, self.i, self.j))
             if type(error).__module__.startswith("torch._dynamo"):
                 add_note(error, lambda: _COMPILED)
-            explain_keywords(error, x)
+            explain_keywords(error, x, self._function)
             raise
         finally:
             end_microbatch()

@@ -75,8 +75,13 @@ def find_blocks(
     of ``n`` devices has so many.
 
     Raises:
-        ValueError: there are less than ``n`` blocks.
+        ValueError: there are less than ``n`` blocks, or the model is compiled.
     """
+    if is_compiled_itself(model):
+        raise ValueError(
+            "the model is compiled or scripted as a whole, which calls its layers unseen; give the "
+            "plain module, and compile its layers, layer.compile(), before it becomes a pipe"
+        )
 
     def measure(cuts: set[str], upstream: dict[str, set[str]]) -> Times:
         layers = layers_of(model, cuts)

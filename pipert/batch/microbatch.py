@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
@@ -106,8 +107,17 @@ def arguments_of(microbatch: Any) -> Arguments:
     return Arguments(microbatch if isinstance(microbatch, tuple) else (microbatch,))
 
 
-def explain_keywords(error: BaseException, value: Value) -> None:
-    """Add how to pass a dict as the only argument, if one of its keys is an unexpected keyword."""
+def explain_keywords(
+    error: BaseException, value: Value, function: Callable[..., Any] | None = None
+) -> None:
+    """Add how to pass a dict's entries, or the dict, if ``function`` seems to take the other.
+
+    That is, if a key is an unexpected keyword; or if all keys name parameters of ``function``.
+    """
+    if isinstance(value, Mapping) and value and callable(function):
+        parameters = signature(getattr(function, "forward", function)).parameters
+        if value.keys() <= parameters.keys():
+            error.add_note("the model got a dict as its one argument; to pass the entries: **batch")
     if isinstance(error, TypeError) and isinstance(value, Arguments):
         found = re.search(r"unexpected keyword argument '(.*?)'", str(error))
         if found and found[1] in value.kwargs:
