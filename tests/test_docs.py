@@ -250,7 +250,7 @@ INTRODUCTION = OUTSIDE[0].read_text().partition("<!-- end of the introduction --
 
 def test_the_first_page_of_the_site_installs_and_says_what_is_untested() -> None:
     assert "```sh\npip install -c constraints.txt .\n```" in INTRODUCTION
-    assert "**One GPU has run pipert, two have not yet.**" in INTRODUCTION
+    assert "**pipert has run on one real GPU, never yet on two.**" in INTRODUCTION
     assert "```{include} ../README.md\n:end-before: <!-- end of" in (DOCS / "index.md").read_text()
 
 
