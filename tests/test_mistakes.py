@@ -151,6 +151,17 @@ def test_a_batch_whose_entries_are_arguments_is_explained() -> None:
         assert "**batch" not in "".join(caught.value.__notes__)
 
 
+def test_an_attribute_of_the_model_is_found_there() -> None:
+    with pipeline(Chain(), ["layers.2"], devices=CPUS) as pipe:
+        wrong(pipe.module).config = object()
+        with pytest.raises(AttributeError) as caught:
+            wrong(pipe).config
+        assert caught.value.__notes__ == ["the model has it: pipe.module.config"]
+        with pytest.raises(AttributeError) as caught:
+            wrong(pipe).nothing
+        assert not hasattr(caught.value, "__notes__")
+
+
 def test_a_picture_without_matplotlib_is_explained(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -212,6 +212,14 @@ class ModulePipe(PipeBase):
         """Load the model's state."""
         return self.module.load_state_dict(*args, **kwargs)
 
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            if hasattr(self.__dict__.get("module"), name):
+                error.add_note(f"the model has it: pipe.module.{name}")
+            raise
+
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
         return {name: value for name, value in state.items() if name not in _OF_THREADS}
