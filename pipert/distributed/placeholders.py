@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pipert._torch import pytree
+from pipert._torch import NormBase, pytree
 from pipert.any_model.checkpointed_calls import objects_in, refuse_changes
 from pipert.any_model.intercept import _METADATA
 from pipert.batch.tensors import describe, tensors_of, versions
@@ -282,6 +282,50 @@ def unseen(phase: int, tensor: Tensor, model: nn.Module) -> ReplayError:
         "or in a torch.autograd.Function. Return it from the layer, or make the function a module "
         "with parameters"
     )
+
+
+def not_crossed(j: int, name: Name, made: int) -> ReplayError:
+    """Return the error for a tensor that its record did not let cross to partition ``j``."""
+    return ReplayError(
+        f"partition {j} uses result {name[1]} of event {name[0]} of partition {made}, which did "
+        "not cross: the forward has gone another way than when it was recorded"
+    )
+
+
+def lacking(structure: Any, recorded: Any) -> ReplayError:
+    """Return the error for an output of another structure than was recorded."""
+    return ReplayError(
+        "the model's output lacks what layers of other partitions keep for it elsewhere than in "
+        f"what they return, such as output_attentions: it is {structure}, but must be {recorded}"
+    )
+
+
+HOOKS = {Tensor.register_hook, Tensor.retain_grad}
+
+
+def statistics_of(layers: Iterable[nn.Module]) -> set[int]:
+    """Return the ids of the running statistics in these layers."""
+    norms = [m for layer in layers for m in layer.modules() if isinstance(m, NormBase)]
+    return {id(buffer) for norm in norms for buffer in norm._buffers.values()} - {id(None)}
+
+
+def refuse_reading(statistics: set[int], tensors: Iterable[Tensor], function: Any) -> None:
+    """Refuse own code that reads running statistics, which other ranks would find unchanged."""
+    if not statistics.isdisjoint(map(id, tensors)):
+        raise ReplayError(
+            f"the model's own code reads running statistics of a layer, in {called(function)}, "
+            "which only the rank of that layer has; do that in the layer"
+        )
+
+
+def refuse_hook(function: Any, phase: int, is_elsewhere: bool) -> None:
+    """Refuse a hook on a tensor of another rank, which has a part of its gradient."""
+    if is_elsewhere:
+        raise ReplayError(
+            f"the model's own code in partition {phase} calls {called(function)} of a tensor of an "
+            "earlier partition, and would see this rank's part of its gradient; call it behind "
+            "the layer that makes the tensor, before the next cut"
+        )
 
 
 def written_elsewhere(function: str) -> ReplayError:

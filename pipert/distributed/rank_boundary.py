@@ -46,6 +46,8 @@ def pack(value: Value, handed_on: Shared) -> Parcel:
     ``handed_on`` says which of its tensors shared memory before they came to this partition.
     """
     tensors, rebuild = tensors_of(value)
+    if sparse := [t.layout for t in tensors if t.layout != torch.strided]:
+        raise TypeError(f"a tensor of layout {sparse[0]} cannot be sent to a rank; make it dense")
     metas = tuple([torch.empty_like(t, device="meta", requires_grad=t.requires_grad)
                    for t in tensors])  # fmt: skip
     structure = pickle.dumps(rebuild(metas))
@@ -93,6 +95,8 @@ def _empty_like(tensor: Tensor, device: torch.device) -> Tensor:
 def _dense_like(tensor: Tensor, like: Tensor) -> Tensor:
     """Return the tensor without a graph, in memory laid out as that of ``like``."""
     tensor = tensor.detach()
+    if tensor.layout != torch.strided:  # a gradient
+        tensor = tensor.to_dense()
     if tensor.stride() == like.stride() and not (tensor.is_conj() or tensor.is_neg()):
         return tensor
     return _empty_like(like, tensor.device).copy_(tensor)

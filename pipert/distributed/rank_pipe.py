@@ -8,8 +8,8 @@ groups. This package adapts a model to it, so that values, losses and state keys
 from __future__ import annotations
 
 import zlib
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import islice
 from typing import Any, Self
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from pipert._torch import refuse_unsupported
+from pipert._torch import NormBase, refuse_unsupported
 from pipert._typing import Device, Value
 from pipert.distributed.rank_agreement import Site
 from pipert.distributed.rank_gradients import SharedParameters, check_tied, norm_of_all, tie
@@ -334,6 +334,7 @@ def parts_of(
         for parameter in partition.parameters():
             uses.setdefault(parameter, set()).add(j)
     shared = shared_of(uses, placement, ranks)
+    refuse_shared_norms([[*part.modules()] for part in partitions], placement)
     me = ranks.index(dist.get_rank())
     own = [(j, part) for j, part in enumerate(partitions) if placement[j] == me]
     modules = {j: _placed(part, device) for j, part in own}
@@ -348,6 +349,20 @@ def shared_of(
     """Return the parameters whose partitions are on several ranks, from those that use each."""
     having = [(p, sorted({ranks[placement[j]] for j in used})) for p, used in uses.items()]
     return [pair for pair in having if len(pair[1]) > 1]
+
+
+def refuse_shared_norms(partitions: Sequence[Iterable[nn.Module]], placement: list[int]) -> None:
+    """Refuse running statistics that several ranks would update, each with its own calls."""
+    ranks = defaultdict[nn.Module, set[int]](set)
+    for j, modules in enumerate(partitions):
+        for module in modules:
+            if isinstance(module, NormBase) and module.track_running_stats:
+                ranks[module].add(placement[j])
+    if shared := [type(module).__name__ for module, used in ranks.items() if len(used) > 1]:
+        raise ValueError(
+            f"a {shared[0]} is in partitions of several ranks, each of which would update its "
+            "running statistics by its own calls alone; use one for each, or other cuts"
+        )
 
 
 def layout_of(module: nn.Module) -> int:

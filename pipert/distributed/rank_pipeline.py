@@ -17,7 +17,14 @@ from pipert.batch.microbatch import Arguments, arguments_of
 from pipert.distributed.rank_agreement import Site
 from pipert.distributed.rank_parameters import Load, materialise, own_tree, stage_modules
 from pipert.distributed.rank_partition import StageModule, moved
-from pipert.distributed.rank_pipe import RankPipe, Wrap, check_settings, layout_of, shared_of
+from pipert.distributed.rank_pipe import (
+    RankPipe,
+    Wrap,
+    check_settings,
+    layout_of,
+    refuse_shared_norms,
+    shared_of,
+)
 from pipert.distributed.rank_run import RankParts
 from pipert.distributed.rank_stage import ranks_of
 from pipert.distributed.replay_model import ReplayModel, cuts_of
@@ -160,6 +167,11 @@ class ModulePipe(RankPipe):
         me = ranks.index(dist.get_rank())
         own = [j for j, home in enumerate(placement) if home == me]
         with agreement.agreeing():
+            called_in = [
+                [m for layer, used in replayed.layers.items() if j in used for m in layer.modules()]
+                for j in range(cuts.n)
+            ]
+            refuse_shared_norms(called_in, placement)
             here = {p for p, used in replayed.uses.items() if not used.isdisjoint(own)}
             called = {layer for layer, used in replayed.layers.items() if not used.isdisjoint(own)}
             others = {m for layer in replayed.layers.keys() - called for m in layer.modules()}

@@ -72,6 +72,10 @@ class RankParts(NamedTuple):
     """A checksum of the names, shapes and dtypes of all the model's parameters."""
 
 
+SCHEDULES = 64
+"""How many of torch's schedules are kept, by the number of micro-batches."""
+
+
 @dataclass(eq=False)
 class RankRuntime:
     """Runs mini-batches on this rank's partitions. All ranks call its methods together."""
@@ -106,6 +110,7 @@ class RankRuntime:
         first = site.agreement.of(site.homes[0], reports)
         arrived = share(site, inputs) if inputs_of == "shared" else None
         m, n = len(first.sizes), len(site.homes)
+        seed = RunSeed(first.seed)  # on all ranks, whatever fails
         planned = plan("gpipe", m, n) if call.is_step else plan_call(m, n, range(n))
         earlier, stats = None, None
         with self.counters.open(planned) as notifier:
@@ -127,7 +132,7 @@ class RankRuntime:
                         first.sizes,
                         leaves[: len(inputs)],
                         recomputed(settings.checkpoint, m) if call.is_step else 0,
-                        RunSeed(first.seed),
+                        seed,
                         notifier,
                         context,
                         loss,
@@ -181,6 +186,8 @@ class RankRuntime:
             stages = [RankStage(module, j, self.site) for j, module in self.wrapped.items()]
             # The last partition computes the loss itself.
             loss_fn = (lambda loss, _: loss) if is_step else None
+            if len(self._schedules) == SCHEDULES:
+                self._schedules.clear()
             self._schedules[key] = make_schedule(name, stages, len(batch.sizes), loss_fn), stages
         schedule, stages = self._schedules[key]
         return schedule, [*zip(stages, self._partitions(batch, stats), strict=True)]

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe, ScheduleLoopedBFS
 from torch.distributed.pipelining.schedules import get_schedule_class
 
+from pipert._torch import hooks_on_grad
 from pipert._typing import Tensors, Value
 from pipert.autograd.engine import differentiate
 from pipert.autograd.leaves import leaves_behind
@@ -299,6 +300,8 @@ def _accumulate(leaves: Sequence[Tensor], gradients: Sequence[Tensor | None]) ->
     for leaf, dx in zip(leaves, gradients, strict=True):
         if dx is not None:  # it may share memory with others
             leaf.grad = dx.clone() if leaf.grad is None else leaf.grad + dx
+            for hook in (hooks_on_grad(leaf) or {}).values():
+                hook(leaf)
 
 
 _SINGLE = ("gpipe", "1f1b")  # with one partition on each rank

@@ -52,6 +52,7 @@ from pipert.batch.tensors import describe, tensors_of, version
 from pipert.batch.trees import flatten
 from pipert.distributed.placeholders import (
     DEVICES,
+    HOOKS,
     OF_META,
     Cuts,
     Given,
@@ -64,12 +65,17 @@ from pipert.distributed.placeholders import (
     called,
     elsewhere,
     forward_replaced,
+    lacking,
     modules_in,
+    not_crossed,
     on_meta,
     refuse_changed_arguments,
     refuse_hidden,
+    refuse_hook,
+    refuse_reading,
     refuse_reading_hooks,
     refuse_unrepeatable,
+    statistics_of,
     unseen,
     written_elsewhere,
 )
@@ -111,6 +117,7 @@ class Replay(TorchFunctionMode):
         self._by_name: dict[Name, weakref.ref[Tensor]] = {}
         # By their numbers, storages of inputs' tensors that own code has written, and by what.
         self._written: dict[int, tuple[str, Any]] = {}
+        self._statistics = statistics_of(cuts.layers if self._is_recording else ())
         self.used: dict[Name, int] = {}
         """For each name, the last partition that uses it, if another one has made it."""
         self.own_parameters: dict[nn.Parameter, set[int]] = defaultdict(set)
@@ -123,8 +130,7 @@ class Replay(TorchFunctionMode):
         """Take what has come from the partition before."""
         self.header = Header([], {**header.calls}, {**header.made}, {**header.dtypes})
         self._received = dict(zip(header.names, tensors, strict=True))
-        for name, tensor in self._received.items():
-            self._names[id(tensor)] = weakref.ref(tensor), name
+        self._names.update({id(t): (weakref.ref(t), name) for name, t in self._received.items()})
 
     def run(self, function: Callable[..., Any], x: Any) -> Any:
         """Run the forward, ``function`` on ``x``.
@@ -154,11 +160,7 @@ class Replay(TorchFunctionMode):
         self.structure = flatten(y)[1]
         record = self._record
         if record and record.paths == self.paths and record.structure not in (None, self.structure):
-            raise ReplayError(
-                "the model's output lacks what layers of other partitions keep for it elsewhere "
-                f"than in what they return, such as output_attentions: it is {self.structure}, "
-                f"but must be {record.structure}"
-            )
+            raise lacking(self.structure, record.structure)
         return y if self._is_recording else map_tensors(y, self._real)
 
     def _name(self, tensor: Tensor) -> Name | None:
@@ -167,13 +169,12 @@ class Replay(TorchFunctionMode):
 
     def is_of_layers(self, tensor: Tensor) -> bool:
         """Whether layers have made a tensor, or own code has written their values into it."""
-        is_named = self._name(tensor) is not None
-        return is_named or bool(self._written) and storage_of(tensor) in self._written
+        is_written = bool(self._written) and storage_of(tensor) in self._written
+        return is_written or self._name(tensor) is not None
 
     def _is_elsewhere(self, tensor: Tensor) -> bool:
         """Whether a tensor was made in an earlier partition than this."""
-        name = self._name(tensor)
-        return name is not None and self.header.made[name] < self._phase
+        return (name := self._name(tensor)) is not None and self.header.made[name] < self._phase
 
     def _register(self, tensor: Tensor, name: Name) -> None:
         if self._name(tensor) is None:
@@ -204,10 +205,7 @@ class Replay(TorchFunctionMode):
         if name in self._received:
             return self._received[name]
         if (made := self.header.made[name]) != self._j:
-            raise ReplayError(
-                f"partition {self._j} uses result {name[1]} of event {name[0]} of partition {made},"
-                " which did not cross: the forward has gone another way than when it was recorded"
-            )
+            raise not_crossed(self._j, name, made)
         return tensor
 
     @contextmanager
@@ -337,6 +335,8 @@ class Replay(TorchFunctionMode):
                 return func(*args, **kwargs)
             return self._on_meta(func, args, kwargs, tensors)[0]
         self._note_uses(tensors)
+        refuse_hook(func, self._phase, func in HOOKS and self._is_elsewhere(args[0]))
+        refuse_reading(self._statistics, tensors, func)
         if not any(self._name(t) is not None or isinstance(t, nn.Parameter) for t in tensors):
             return func(*args, **kwargs)
         return self._own_event(func, args, kwargs, tensors)

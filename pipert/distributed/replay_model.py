@@ -126,7 +126,7 @@ class ReplayModel:
         A model that is refused leaves its buffers and the inputs unchanged.
         """
         own, events = RunSeed(seed), RunSeed(seed)
-        for run in (own, events):
+        for run in (events, own):  # the other way round than they drew
             run.settle()
 
         def drawing(event: int) -> TaskRng:

@@ -1227,3 +1227,100 @@ def test_copies_of_a_pipeline() -> None:
     for (grads,) in run(4, replicas):
         for name, grad in grads.items():
             torch.testing.assert_close(grad, named[name].grad)
+
+
+class Normalised(nn.Module):
+    """A normalised layer, and in the next partition something of the caller's."""
+
+    def __init__(self, ends: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.a, self.norm, self.b = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)
+        self.ends = ends
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.norm(self.a(x))
+        return self.b(h) + self.ends(self, h)
+
+
+def hooks_late(model: Any, h: Tensor) -> Tensor:
+    h.register_hook(lambda dh: dh * 3)  # type: ignore[no-untyped-call]
+    return h
+
+
+def reads_statistics(model: Any, h: Tensor) -> Tensor:
+    mean: Tensor = model.norm.running_mean + 0
+    return mean
+
+
+def normalises_again(model: Any, h: Tensor) -> Tensor:
+    y: Tensor = model.norm(h)
+    return y
+
+
+def refused_late(rank: int, ends: Callable[..., Any]) -> str:
+    torch.manual_seed(0)
+    x = torch.randn(4, 4)
+    try:
+        distributed.pipeline(Normalised(ends), ["b"], example=x, deferred_batch_norm=False)
+    except (ValueError, distributed.ReplayError) as error:
+        return str(error)
+    return "nothing was refused"
+
+
+@pytest.mark.parametrize(
+    "ends, why",
+    [(hooks_late, "calls register_hook of a tensor of an earlier partition"),
+     (reads_statistics, "reads running statistics of a layer"),
+     (normalises_again, "a BatchNorm1d is in partitions of several ranks")],
+    ids=lambda each: getattr(each, "__name__", None),
+)  # fmt: skip
+def test_what_only_another_rank_has_is_refused(ends: Callable[..., Any], why: str) -> None:
+    for text in run(2, refused_late, ends):
+        assert why in text
+
+
+def leaves_the_generator(rank: int) -> bool:
+    torch.manual_seed(0)
+    model, x, before = Chain(lambda model, x, h: h), torch.randn(4, 4), torch.get_rng_state()
+    pipe = distributed.pipeline(model, ["b"], example=x, chunks=2)
+    is_left = torch.equal(torch.get_rng_state(), before)
+    pipe.forward_backward(x, target=x, loss_fn=F.mse_loss)
+    return is_left and torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_model_without_randomness_leaves_the_generator_alone() -> None:
+    assert run(2, leaves_the_generator) == [True] * 2
+
+
+def hooked_after(rank: int, schedule: str) -> bool:
+    torch.manual_seed(0)
+    seen: set[Tensor] = set()
+    layers = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
+    x, cuts = torch.randn(4, 4), ["1", "2", "3"]
+    pipe = distributed.pipeline(layers, cuts, example=x, chunks=4, schedule=schedule)
+    for parameter in pipe.parameters():
+        hookable: Any = parameter
+        hookable.register_post_accumulate_grad_hook(seen.add)
+    pipe.forward_backward(x, target=x, loss_fn=F.mse_loss)
+    return seen == {*pipe.parameters()}
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "InterleavedZeroBubble"])
+def test_hooks_on_gradients_are_called_whatever_the_schedule(schedule: str) -> None:
+    assert run(2, hooked_after, schedule) == [True] * 2
+
+
+def sends_sparse(rank: int) -> str:
+    pipe = distributed.pipeline(
+        Chain(lambda model, x, h: h), ["b"], example=torch.ones(4, 4), chunks=2
+    )
+    x = torch.ones(4, 4)
+    with pytest.raises((TypeError, distributed.RankError)) as caught:
+        pipe.forward_backward(x.to_sparse(), target=x, loss_fn=F.mse_loss)
+    pipe.forward_backward(x, target=x, loss_fn=F.mse_loss)  # the pipe is not lost
+    return str(caught.value)
+
+
+def test_a_sparse_argument_is_refused_on_all_ranks() -> None:
+    for text in run(2, sends_sparse):
+        assert "sparse" in text
