@@ -172,6 +172,13 @@ def test_a_picture_without_matplotlib_is_explained(
         timeline.plot(tmp_path / "picture.png")
 
 
+def test_a_picture_of_nothing_is_explained(tmp_path: Path) -> None:
+    with Pipe(layers(), [2, 2], devices=CPUS, chunks=2) as pipe, pipe.record() as timeline:
+        pass
+    with pytest.raises(ValueError, match="nothing to draw"):
+        timeline.plot(tmp_path / "picture.png")
+
+
 def test_metrics_with_swapped_arguments_are_explained() -> None:
     prometheus = pytest.importorskip("prometheus_client")
     from pipert.prometheus import PipeMetrics

@@ -118,7 +118,10 @@ class Timeline:
 
         Raises:
             ImportError: matplotlib is missing.
+            ValueError: there are no events.
         """
+        if not self.events:
+            raise ValueError("there is nothing to draw; call the pipe inside 'with pipe.record()'")
         save_picture({title or "": self}, path)
 
     def __repr__(self) -> str:
