@@ -53,8 +53,8 @@ class Layers:
     """Whether tasks have random numbers of their own."""
 
     __slots__ = (
-        "_compiled", "_context", "_effects", "_layers", "_notifier", "_partition", "_place",
-        "_skips", "_snapshot", "_with_buffers", "copies",
+        "_compiled", "_context", "_effects", "_layers", "_locks", "_notifier", "_partition",
+        "_place", "_skips", "_snapshot", "_with_buffers", "copies",
     )  # fmt: skip
 
     def __init__(
@@ -78,6 +78,7 @@ class Layers:
         self._snapshot: Snapshot | None = None
         self._with_buffers: set[nn.Module] | None = None
         """The layers that have buffers; known once :meth:`forward` begins."""
+        self._locks: dict[nn.Module, Any] = {}  # of the layers called so far in the run
         may_be = "torch._dynamo" in sys.modules
         self._compiled = {layer for layer in partition if is_compiled(layer)} if may_be else set()
 
@@ -226,7 +227,10 @@ class Layers:
         self, layer: nn.Module, call: Callable[..., Value], /, *args: Any, **kwargs: Any
     ) -> Value:
         """Call ``layer``, and no other at the same time that has its buffers."""
-        if locks := locks_of(layer):
+        locks = self._locks.get(layer)
+        if locks is None:
+            locks = self._locks[layer] = locks_of(layer)
+        if locks:
             with under(locks, self._effects):
                 return call(*args, **kwargs)
         return call(*args, **kwargs)

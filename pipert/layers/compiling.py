@@ -94,9 +94,9 @@ def is_compiled_itself(module: nn.Module) -> bool:
 
 def _is_traced_when_others_have_compiled() -> bool:
     """Whether ``torch.fx`` traces this thread; if another thread compiles, wait for it first."""
-    dynamo = sys.modules.get("torch._dynamo.convert_frame")
-    if dynamo is not None and is_traced_by_fx():
-        with dynamo.compile_lock:
+    lock: Any = getattr(sys.modules.get("torch._dynamo.convert_frame"), "compile_lock", None)
+    if lock is not None and is_traced_by_fx():
+        with lock:
             pass
     return is_traced_by_fx()
 
