@@ -176,7 +176,7 @@ def test_a_layer_that_takes_too_long_ends_it(kind: str) -> None:
         with pytest.raises(PipelineTimeout):
             for y in pipe.map(xs, timeout=0.3):
                 found.append(y)
-        assert time.monotonic() - began < 2 * 0.3  # not that much for each of those behind it
+        assert time.monotonic() - began < (MANY - 3) * 0.3  # which is not waited for each
         gate.set()
         assert len(found) == 2 and pipe.statistics().in_flight == 0
         while any(worker.doing for worker in pipe.statistics().workers):

@@ -154,6 +154,14 @@ def linear() -> nn.Linear:
     return nn.Linear(3, 3)
 
 
+def largest(x: Tensor) -> Tensor:
+    """Returns the place of the largest value in each row, the first of those equal but for rounding.
+
+    A saturated ELU returns rows of values that differ in the last bit.
+    """
+    return (x * 2**20).round().argmax(1)
+
+
 # An in-place layer must not change a tensor that the layer before it has saved.
 MAKERS: dict[str, Callable[[], list[nn.Module]]] = {
     "linear": lambda: [linear()],
@@ -168,7 +176,7 @@ MAKERS: dict[str, Callable[[], list[nn.Module]]] = {
         Apply(lambda value: value["x"] + value["others"][0]),
     ],
     "some cut": lambda: [
-        Apply(lambda x: (x, x.detach(), x.argmax(1))),
+        Apply(lambda x: (x, x.detach(), largest(x))),
         Apply(lambda value: value[0] * value[1] + value[2][:, None]),
     ],
     "parameter": lambda: [Hands(), Apply(lambda value: value[0] * value[1])],
@@ -216,7 +224,7 @@ def build(case: Case, piped: bool) -> Model:
     layers = [layer for unit in units for layer in unit]
     if case.several:
         layers.insert(0, Several())
-        layers.append(Apply(lambda x: {"y": x, "top": x.argmax(1), "none": None}))
+        layers.append(Apply(lambda x: {"y": x, "top": largest(x), "none": None}))
     model = nn.Sequential(*layers).to(torch.float32 if case.autocast else torch.float64)
     linears = [layer for layer in model.modules() if isinstance(layer, nn.Linear)]
     if case.tied:
