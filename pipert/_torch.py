@@ -282,6 +282,8 @@ higher_order: dict[str, Any] = _or({}, "torch._ops:_higher_order_ops")
 layers that run at the same time fail with torch's own errors."""
 
 WithoutFunctions: Any = _needed("torch._C:DisableTorchFunction")
+WithFunctions: Any = _or(nullcontext, "torch._C:_EnableTorchFunction")
+"""With the fallback, a call whose loss is of another class recomputes with plain tensors."""
 WithoutDispatch: Any = _needed("torch._C:_DisableTorchDispatch")
 
 get_object: Callable[[str], Any] = _needed("torch._C:_get_obj_in_tls")

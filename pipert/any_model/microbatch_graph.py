@@ -13,7 +13,7 @@ from itertools import compress, repeat
 from operator import is_
 
 from torch import Tensor
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import Node
 
 from pipert._torch import is_wrapped, node_count, sequence_nr
 from pipert._typing import Tensors, Value
@@ -145,7 +145,7 @@ def _nodes(tensors: Iterable[Tensor]) -> list[Node]:
     ends with the transform.
     """
     return [
-        get_gradient_edge(tensor).node
+        order.edge_of(tensor).node
         for tensor in tensors
         if tensor.requires_grad and not is_wrapped(tensor)
     ]

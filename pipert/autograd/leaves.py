@@ -36,7 +36,13 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
-from pipert._torch import AccumulateGrad, outputs_of, sequence_nr, tensor_hooks
+from pipert._torch import (
+    AccumulateGrad,
+    WithoutFunctions,
+    outputs_of,
+    sequence_nr,
+    tensor_hooks,
+)
 
 
 def accumulators(tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -44,7 +50,7 @@ def accumulators(tensors: Iterable[Tensor]) -> list[Tensor]:
     leaves = [x for x in tensors if x.is_leaf and x.requires_grad and x.layout == torch.strided]
     if not leaves:
         return []
-    with torch.enable_grad():
+    with torch.enable_grad(), WithoutFunctions():  # a leaf's class might put a node in between
         return [leaf.view_as(leaf) for leaf in leaves]
 
 

@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from pipert._torch import make_node, node_count, set_sequence_nr
+from pipert._torch import WithoutFunctions, make_node, node_count, set_sequence_nr
 from pipert._typing import Tensors
 from pipert.autograd.engine import applied
 
@@ -150,10 +150,12 @@ ENTERED: Any = type(enter((_EMPTY,))[0].grad_fn)
 def edge_of(x: Tensor) -> GradientEdge:
     """Returns the position of ``x`` in its graph, which keeps the graph alive without ``x``.
 
-    ``get_gradient_edge`` keeps the graph alive by a view, which sparse tensors do not support.
+    ``get_gradient_edge`` keeps the graph alive by a view, which sparse tensors do not support, and
+    finds the leaf behind one, to which the class of ``x`` might add a node.
     """
     if x.layout == torch.strided:
-        return get_gradient_edge(x)
+        with WithoutFunctions():
+            return get_gradient_edge(x)
     with torch.enable_grad():  # it is off in a backward
         anchor: Any = _apply_anchor(x)
     ((node, output),) = anchor.grad_fn.next_functions

@@ -14,13 +14,13 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 
 from pipert._torch import weak_storage
 from pipert._typing import Value
 from pipert.any_model.checkpointed_calls import objects_in, refuse_changes
 from pipert.autograd.engine import differentiate
 from pipert.autograd.leaves import leaves_behind
+from pipert.autograd.order import edge_of
 from pipert.autograd.weight_gradients import Deferral, DeferredGradients, compute_deferred
 from pipert.balance.cost import Cost, Sizes, medians, total, without
 from pipert.batch.tensors import Carried, differentiable, tensors_of
@@ -219,7 +219,7 @@ def _defer(
     """Differentiate a layer, except for the gradients that can be deferred; return these."""
     if not roots:
         return []
-    edges = [get_gradient_edge(root) for root in roots]
+    edges = [edge_of(root) for root in roots]
     nodes = [edge.node for edge in edges]
     put_off = Deferral(leaves_behind(nodes), nodes)
     wanted = [*differentiable(inputs)[0], *put_off.leaves]

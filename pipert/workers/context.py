@@ -39,7 +39,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from pipert._torch import dispatch_modes, forward_level, function_modes, transforms
+from pipert._torch import (
+    WithFunctions,
+    dispatch_modes,
+    forward_level,
+    function_modes,
+    transforms,
+)
 from pipert.autograd.hooks import hooks_of_caller
 from pipert.errors import TransformError
 from pipert.workers.thread_state import (
@@ -148,11 +154,13 @@ class CallerContext:
             torch.set_flush_denormal(self._flushes)
         try:
             torch.set_grad_enabled(self._grad)
-            if self._is_plain and has_default_settings():
-                yield
-            else:
-                with self._all(clear_cache=True):
+            # A loss of another class runs its backward() without that class's functions.
+            with WithFunctions():
+                if self._is_plain and has_default_settings():
                     yield
+                else:
+                    with self._all(clear_cache=True):
+                        yield
         finally:
             torch.set_grad_enabled(grad)
             torch.set_flush_denormal(flushes)

@@ -32,6 +32,11 @@ from tests.contract.ways import (
 )
 from tests.layers import Apply
 
+
+class Labelled(Tensor):
+    """A tensor of another class, which operations keep."""
+
+
 rows = pytest.mark.parametrize("row", ROWS[2:], ids=lambda row: row.name)
 """But those without a graph, which a step is refused in."""
 
@@ -137,3 +142,19 @@ def test_saved_tensor_hooks_unpack_all_that_they_packed(way: Way) -> None:
     with piped(seven_layers(), [3, 4], way) as pipe, hooks():
         take_step(pipe, way, batch(7))
     assert hooks.unpacked == hooks.packed > 0
+
+
+@each_way
+def test_a_recomputation_gets_tensors_of_the_class_that_its_forward_got(way: Way) -> None:
+    found: dict[bool, set[type]] = {False: set(), True: set()}
+
+    def layer(x: Tensor) -> Tensor:
+        found[is_recomputing()].add(type(x))
+        return x.sin()
+
+    as_another = Apply(lambda x: x.as_subclass(Labelled))
+    module, x = nn.Sequential(linear(3, 3), as_another, Apply(layer), Apply(layer)), batch(4)
+    with piped(module, [3, 1], way, chunks=2) as pipe:
+        take_step(pipe, way, x, loss_fn=lambda y, _: y.square().mean())
+    assert found[False] == {Labelled}
+    assert found[True] == ({Labelled} if way.checkpoint != "never" else set())

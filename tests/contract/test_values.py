@@ -51,6 +51,10 @@ class With(nn.Module):
 cross_entropy: Any = F.cross_entropy  # torch does not type Tensor.backward
 
 
+class Labelled(Tensor):
+    """A tensor of another class, which operations keep."""
+
+
 def between(make: Callable[[Tensor], Any], take: Callable[[Any], Tensor]) -> nn.Sequential:
     """Makes four layers; the functions choose the value between the second and the third."""
     return nn.Sequential(linear(3, 3), Apply(make), Apply(take), linear(3, 2))
@@ -73,6 +77,7 @@ BORDERS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
     "all unused": (lambda x: (x,), lambda v: torch.ones_like(v[0])),
     "complex": (lambda x: torch.complex(x, x.exp()), lambda v: (v * v.conj()).real + v.imag),
     "float32": (lambda x: x.float(), lambda v: v.double()),
+    "another class": (lambda x: x.as_subclass(Labelled), lambda v: v.sin()),
     "mapping": (lambda x: UserDict(a=x.sin(), b=[x.cos()]), lambda v: v["a"] * v["b"][0]),
 }
 

@@ -155,9 +155,9 @@ def linear() -> nn.Linear:
 
 
 def largest(x: Tensor) -> Tensor:
-    """Returns the place of the largest value in each row, the first of those equal but for rounding.
+    """Returns the place of the largest value in each row; of nearly equal ones, the first.
 
-    A saturated ELU returns rows of values that differ in the last bit.
+    A saturated ELU returns values that differ in the last bit.
     """
     return (x * 2**20).round().argmax(1)
 
