@@ -26,7 +26,7 @@ from pipert._torch import add_in_place
 from pipert.autograd import streams
 from pipert.autograd.leaves import accumulators
 
-_PLAIN = (Tensor, nn.Parameter)
+_PLAIN = {Tensor, nn.Parameter}
 Arriving = list[tuple[Tensor, Tensor]]
 """Tensors, each with the gradient to deliver to it."""
 
@@ -41,7 +41,8 @@ class _Sum:
     def add(self, gradient: Tensor) -> None:
         """Add ``gradient`` out of place, since others may hold the total."""
         strided = self.total.layout == gradient.layout == torch.strided
-        if strided and type(self.weight) in _PLAIN:  # quantised weights have no ``empty_like``
+        kinds = {*map(type, (self.weight, self.total, gradient))}
+        if strided and kinds <= _PLAIN:  # quantised weights have no ``empty_like``
             # In the memory format of the weight, which may live on another device.
             like = {"dtype": self.total.dtype, "device": gradient.device}
             result = torch.empty_like(self.weight, **like)  # type: ignore[arg-type]

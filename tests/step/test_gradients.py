@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.testing._internal.two_tensor import TwoTensor
 
 from pipert import Pipe, pipeline
 from pipert.stage.gradients import Gradients, delivery
@@ -216,3 +218,25 @@ def test_weights_that_are_dtensors_get_their_sums() -> None:
     for parameter, gradient in zip(layers.parameters(), expected, strict=True):
         assert isinstance(parameter.grad, DTensor)
         torch.testing.assert_close(parameter.grad.full_tensor(), gradient)
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 4])
+def test_gradients_of_a_class_that_wraps_others_are_added_up_in_it(chunks: int) -> None:
+    module = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)).double()
+    x = torch.randn(4, 3, dtype=torch.float64)
+
+    def found(step: Callable[[Tensor], object]) -> list[Tensor]:
+        module.zero_grad()
+        make: Any = TwoTensor
+        step(make(x.clone(), x + 1))
+        grads: list[Any] = [parameter.grad for parameter in module.parameters()]
+        assert all(isinstance(grad, TwoTensor) for grad in grads)
+        return [each for grad in grads for each in (grad.a, grad.b)]
+
+    def loss_fn(y: Tensor, target: Tensor | None) -> Tensor:
+        return y.sin().sum()
+
+    expected = found(lambda x: torch.autograd.backward(loss_fn(module(x), None)))
+    with Pipe(module, [2, 1], devices=["cpu", "cpu"], chunks=chunks) as pipe:
+        step = partial(pipe.forward_backward, target=None, loss_fn=loss_fn, reduction="sum")
+        torch.testing.assert_close(found(step), expected)
