@@ -247,7 +247,24 @@ def divides_by_number_of_items(model: nn.Module, arguments: Mapping[str, Any]) -
     is_of_library = getattr(loss, "__module__", "").startswith("transformers.")
     is_sum = is_of_library and getattr(loss, "__name__", "") == "ForCausalLMLoss"
     is_used = getattr(model, "loss_type", None) == "ForCausalLM"  # others may have it for nothing
-    return is_sum and is_used and not adds
+    return is_sum and is_used and not adds and _calls_loss_function(model)
+
+
+def _calls_loss_function(model: Any) -> bool:
+    """Return whether the loss comes from ``loss_function`` alone.
+
+    All classes ``...ForCausalLM`` have one, but the decoders of models such as BART take a mean of
+    their own, and so does CPT of peft. Tuners of peft with a ``forward``, as AdaLoRA, add terms.
+    """
+    if (config := getattr(model, "active_peft_config", None)) is not None:
+        if config.peft_type == "CPT":
+            return False
+        tuner = "" if config.is_prompt_learning else type(model.base_model).forward.__qualname__
+        if tuner not in ("", "BaseTuner.forward"):
+            return False
+        model = model.get_base_model()
+    code = getattr(inspect.unwrap(type(model).forward), "__code__", None)
+    return code is not None and "loss_function" in code.co_names
 
 
 def number_of_items(model: nn.Module, arguments: Mapping[str, Any]) -> Any:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -76,28 +78,75 @@ def test_an_unknown_loss_is_one_micro_batch_and_said_once() -> None:
     assert "* one micro-batch of 3 asked for, because what its loss" in str(timeline.report())
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("adds", ["prompt", "own"])
-def test_labels_are_not_counted_for_a_model_that_may_add_others(adds: str) -> None:
-    model = llama()
-    if adds == "prompt":
-        peft = pytest.importorskip("peft")
-        model = peft.get_peft_model(
-            model, peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
-        ).double()
-    else:
-        class Own(type(model)):  # type: ignore[misc]
-            def forward(self, *args: Any, labels: Tensor, **kwargs: Any) -> Any:
-                return super().forward(*args, labels=labels % 7, **kwargs)
+def adapted(config: Any) -> Any:
+    peft = pytest.importorskip("peft")
+    return peft.get_peft_model(llama(), getattr(peft, config.pop("config"))(**config)).double()
 
-        model.__class__ = Own
-    expected = copy.deepcopy(model)(input_ids=IDS, labels=IDS).loss
-    cut = "base_model.model.layers.1" if adds == "prompt" else "model.layers.1"
+
+class Changes(nn.Module):
+    def forward(self, *args: Any, labels: Tensor, **kwargs: Any) -> Any:
+        return super().forward(*args, labels=labels % 7, **kwargs)
+
+
+class Adds(nn.Module):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        output.loss = output.loss + 1.0
+        return output
+
+
+def of_own(mixin: type) -> Any:
+    model = llama()
+    model.__class__ = type(mixin.__name__, (mixin, type(model)), {})
+    return model
+
+
+def bart() -> Any:
+    torch.manual_seed(0)
+    config = transformers.BartConfig(
+        vocab_size=64, d_model=16, decoder_layers=2, decoder_attention_heads=2, decoder_ffn_dim=24,
+        dropout=0.0, is_decoder=True, is_encoder_decoder=False,
+    )  # fmt: skip
+    return transformers.BartForCausalLM(config).double()
+
+
+PROMPT = {"config": "PromptTuningConfig", "task_type": "CAUSAL_LM", "num_virtual_tokens": 2}
+ADALORA = {
+    "config": "AdaLoraConfig", "task_type": "CAUSAL_LM", "target_modules": ["q_proj"],
+    "init_r": 3, "target_r": 2, "total_step": 9,
+}  # fmt: skip
+CPT = {
+    "config": "CPTConfig", "task_type": "CAUSAL_LM", "cpt_token_ids": [3, 4], "cpt_mask": [1, 1],
+    "cpt_tokens_type_mask": [1, 4],
+}  # fmt: skip
+OTHERS: dict[str, tuple[Callable[[], Any], str, bool]] = {
+    "prompt": (lambda: adapted(PROMPT.copy()), "base_model.model.layers.1", False),
+    "changed labels": (lambda: of_own(Changes), "model.layers.1", True),
+    "mean": (bart, "model.decoder.layers.1", True),
+    "term": (lambda: of_own(Adds), "model.layers.1", True),
+    "term of a tuner": (
+        lambda: adapted(ADALORA.copy()), "base_model.model.model.layers.1", True
+    ),
+    "mean of a tuner": (lambda: adapted(CPT.copy()), "base_model.model.layers.1", True),
+}  # fmt: skip
+"""Makes a model; its cut; and whether its loss is no sum of losses for a number that is given."""
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("number", [None, 20])
+@pytest.mark.parametrize("kind", OTHERS)
+def test_losses_are_added_up_only_if_that_is_the_plain_loss(kind: str, number: Any) -> None:
+    make, cut, is_no_sum = OTHERS[kind]
+    model, more = make(), {} if number is None else {"num_items_in_batch": torch.tensor(number)}
+    if kind == "mean of a tuner":
+        more["input_type_mask"] = torch.full_like(IDS, 4)
+    expected = copy.deepcopy(model)(input_ids=IDS, labels=IDS, **copy.deepcopy(more)).loss
+    said = is_no_sum or number is None
     with (
         pipert.pipeline(model, [cut], devices=["cpu"] * 2, chunks=2),
-        pytest.warns(UserWarning, match="one micro-batch"),
+        pytest.warns(UserWarning, match="one micro-batch") if said else nullcontext(),
     ):
-        torch.testing.assert_close(model(input_ids=IDS, labels=IDS).loss, expected)
+        torch.testing.assert_close(model(input_ids=IDS, labels=IDS, **more).loss, expected)
 
 
 PACKED = torch.cat([torch.arange(2), torch.arange(4)])
