@@ -83,8 +83,15 @@ def test_gradients_are_the_plain_module_s(make: Make, schedule: str) -> None:
             same(on_cpu, grads_of(plain))
 
 
-def test_a_step_that_fails_adds_nothing(make: Make) -> None:
+class Labelled(Tensor):
+    """A tensor of another class, which operations keep."""
+
+
+@pytest.mark.parametrize("kind", [Tensor, Labelled])
+def test_a_step_that_fails_adds_nothing(make: Make, kind: type[Tensor]) -> None:
     module, x = layers(), batch(8).double()
+    inner: Any = module[1]
+    inner.f[0].weight = nn.Parameter(inner.f[0].weight.detach().as_subclass(kind))
     losses = list[Tensor]()
 
     def fail_at_the_end(y: Tensor, target: Tensor) -> Tensor:
