@@ -146,7 +146,7 @@ class Effects:
     def __init__(self, at_end: bool, streams: CopyStreams | None = None) -> None:
         self._at_end = at_end
         self._streams = streams
-        self._last: dict[torch.device, torch.cuda.Event] = {}  # behind the last recomputation
+        self._last: dict[torch.cuda.Stream, torch.cuda.Event] = {}  # behind each's recomputations
         self._lock = threading.Lock()  # of pairs: backward passes of a call may be concurrent
         self._pairs: list[_Pair] = []
 
@@ -154,9 +154,9 @@ class Effects:
         """Add samples of a forward, and those of its recomputation."""
         with self._lock:
             self._pairs += pairs
-        if self._streams is not None:
             for device in {pair.before.device for pair in pairs if pair.before.is_cuda}:
-                self._last[device] = torch.cuda.current_stream(device).record_event()
+                stream = torch.cuda.current_stream(device)
+                self._last[stream] = stream.record_event()
         if self._at_end:
             return
         if backward_id() < 0:  # the caller reads a saved tensor
@@ -172,18 +172,22 @@ class Effects:
         """
         with self._lock:
             pairs, self._pairs = self._pairs, []
+            last, self._last = self._last, {}
         if not pairs:
             return  # another recomputation of this backward has come first
         groups = defaultdict[object, list[_Pair]](list)
         for pair in pairs:
             groups[pair.before.device, pair.before.dtype, pair.before.numel()].append(pair)
         with WithoutFunctions(), WithoutDispatch(), torch.inference_mode(), ExitStack() as stack:
-            for device, event in self._last.items():
-                stream: Any = self._streams and self._streams.get(device, -1)
-                # If memory runs out here, that of the samples is used again at once.
-                stack.callback(torch.cuda.current_stream(device).wait_stream, stream)
-                stack.enter_context(torch.cuda.stream(stream))
-                stream.wait_event(event)
+            for made_on, event in last.items():
+                here = torch.cuda.current_stream(made_on.device)
+                if self._streams is not None:
+                    stream: Any = self._streams.get(made_on.device, -1)
+                    # If memory runs out here, that of the samples is used again at once.
+                    stack.callback(here.wait_stream, stream)
+                    stack.enter_context(torch.cuda.stream(stream))
+                    here = stream
+                here.wait_event(event)  # a thread of autograd may have other streams
             flags = [(group, _differ(group)) for group in groups.values()]  # on all devices
             found = [
                 pair
