@@ -135,7 +135,8 @@ run_backward: Callable[..., Any] = _needed("torch.autograd.graph:_engine_run_bac
 call_after_backward: Callable[[Callable[[], None]], None] = _needed(
     "torch.autograd:Variable._execution_engine.queue_callback"
 )
-"""Calls its argument once the current backward has succeeded, with the caller's streams."""
+"""Calls its argument once the current backward has succeeded; with the caller's streams only if a
+gradient has arrived on a GPU."""
 
 will_execute: Callable[[Any], bool] = _or(lambda _: True, "torch._C:_will_engine_execute_node")
 """Whether the current backward executes a node. The fallback computes what nobody asked for."""

@@ -257,10 +257,9 @@ def _calls_loss_function(model: Any) -> bool:
     their own, and so does CPT of peft. Tuners of peft with a ``forward``, as AdaLoRA, add terms.
     """
     if (config := getattr(model, "active_peft_config", None)) is not None:
-        if config.peft_type == "CPT":
-            return False
-        tuner = "" if config.is_prompt_learning else type(model.base_model).forward.__qualname__
-        if tuner not in ("", "BaseTuner.forward"):
+        tuner = type(model.base_model).forward.__qualname__
+        adds = tuner != "BaseTuner.forward" and not config.is_prompt_learning
+        if adds or config.peft_type == "CPT":
             return False
         model = model.get_base_model()
     code = getattr(inspect.unwrap(type(model).forward), "__code__", None)

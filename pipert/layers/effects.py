@@ -20,6 +20,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +40,7 @@ from pipert.batch.tensors import differentiable
 from pipert.errors import RecomputationError
 from pipert.layers.place import Place
 from pipert.schedules.action import RECOMPUTE, Action
+from pipert.workers.thread_state import current_streams
 
 _SIZE = 256  # the most elements of a sample
 _TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-2}
@@ -139,14 +141,21 @@ class Effects:
     Args:
         at_end: whether the run calls :meth:`check`. Otherwise the end of each backward does.
         streams: has the stream of each device to compare on; by default the current one.
+        of_run: the streams on which the run computes, for the end of a backward.
     """
 
-    __slots__ = ("_at_end", "_last", "_lock", "_pairs", "_streams")
+    __slots__ = ("_at_end", "_last", "_lock", "_of_run", "_pairs", "_streams")
 
-    def __init__(self, at_end: bool, streams: CopyStreams | None = None) -> None:
+    def __init__(
+        self,
+        at_end: bool,
+        streams: CopyStreams | None = None,
+        of_run: Sequence[torch.cuda.Stream] = (),
+    ) -> None:
         self._at_end = at_end
         self._streams = streams
-        self._last: dict[torch.cuda.Stream, torch.cuda.Event] = {}  # behind each's recomputations
+        self._of_run = of_run
+        self._last: dict[torch.device, torch.cuda.Event] = {}  # behind the last recomputation
         self._lock = threading.Lock()  # of pairs: backward passes of a call may be concurrent
         self._pairs: list[_Pair] = []
 
@@ -154,40 +163,40 @@ class Effects:
         """Add samples of a forward, and those of its recomputation."""
         with self._lock:
             self._pairs += pairs
+        if self._streams is not None:
             for device in {pair.before.device for pair in pairs if pair.before.is_cuda}:
-                stream = torch.cuda.current_stream(device)
-                self._last[stream] = stream.record_event()
+                self._last[device] = torch.cuda.current_stream(device).record_event()
         if self._at_end:
             return
         if backward_id() < 0:  # the caller reads a saved tensor
             self.check()
         else:
-            call_after_backward(self.check)
+            call_after_backward(partial(self.check, self._of_run))
 
-    def check(self) -> None:
+    def check(self, on: Sequence[torch.cuda.Stream] = ()) -> None:
         """Compare all that was noted, and forget it.
+
+        Args:
+            on: the streams to make current meanwhile.
 
         Raises:
             RecomputationError: a recomputation returned other values than its forward.
         """
         with self._lock:
             pairs, self._pairs = self._pairs, []
-            last, self._last = self._last, {}
         if not pairs:
             return  # another recomputation of this backward has come first
         groups = defaultdict[object, list[_Pair]](list)
         for pair in pairs:
             groups[pair.before.device, pair.before.dtype, pair.before.numel()].append(pair)
         with WithoutFunctions(), WithoutDispatch(), torch.inference_mode(), ExitStack() as stack:
-            for made_on, event in last.items():
-                here = torch.cuda.current_stream(made_on.device)
-                if self._streams is not None:
-                    stream: Any = self._streams.get(made_on.device, -1)
-                    # If memory runs out here, that of the samples is used again at once.
-                    stack.callback(here.wait_stream, stream)
-                    stack.enter_context(torch.cuda.stream(stream))
-                    here = stream
-                here.wait_event(event)  # a thread of autograd may have other streams
+            stack.enter_context(current_streams(on))
+            for device, event in self._last.items():
+                stream: Any = self._streams and self._streams.get(device, -1)
+                # If memory runs out here, that of the samples is used again at once.
+                stack.callback(torch.cuda.current_stream(device).wait_stream, stream)
+                stack.enter_context(torch.cuda.stream(stream))
+                stream.wait_event(event)
             flags = [(group, _differ(group)) for group in groups.values()]  # on all devices
             found = [
                 pair

@@ -16,7 +16,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 
@@ -48,7 +47,7 @@ class Run:
     """What runs for each micro-batch in place of the whole of any model."""
     number: int = field(init=False)
     outcome: Outcome = field(init=False)
-    effects: Effects = field(default_factory=partial(Effects, at_end=False))
+    effects: Effects = field(init=False)
     skips: SkipLinks = field(default_factory=SkipLinks)
     outputs: list[Value] = field(default_factory=list)
     sources: dict[tuple[torch.device, int], torch.cuda.Stream] = field(default_factory=dict)
@@ -65,6 +64,7 @@ class Run:
     def __post_init__(self) -> None:
         self.number = self.notifier.run.number
         self.outcome = Outcome(self.plan)
+        self.effects = Effects(at_end=False, of_run=self.context.streams)
 
     def return_what_was_read(self) -> None:
         """D1: make the caller's streams wait for all reads on the devices' copy streams.

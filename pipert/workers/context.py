@@ -115,7 +115,8 @@ class CallerContext:
         # A pipe that runs inside of another one's micro-batch has tensors and devices of its own.
         self._functions = [mode for mode in function_modes() if not is_of_pipe(mode)]
         self._dispatches = dispatch_modes()
-        self._streams = [torch.cuda.current_stream(device) for device in devices]
+        self.streams = [torch.cuda.current_stream(device) for device in devices]
+        """The caller's, of the devices that were given."""
         self._threads = torch.get_num_threads()
         self._threads_of_worker = max(1, self._threads // max(1, cpu_workers))
         self._flushes = SMALLEST / 2 == 0.0
@@ -133,14 +134,14 @@ class CallerContext:
     @property
     def on_worker(self) -> OnWorker:
         """A new block that applies all settings on a worker."""
-        is_usual = self._is_plain and not self._streams
+        is_usual = self._is_plain and not self.streams
         make_block = None if is_usual else self._all_on_worker
         return OnWorker(self._grad, self._threads_of_worker, self._flushes, make_block)
 
     @property
     def going_back_on_worker(self) -> OnWorker:
         """The same without autocast: what the forward has cast, the graph casts back."""
-        make_block = self._going_back if self._has_modes or self._streams else None
+        make_block = self._going_back if self._has_modes or self.streams else None
         return OnWorker(True, self._threads_of_worker, self._flushes, make_block)
 
     @contextlib.contextmanager
@@ -182,12 +183,12 @@ class CallerContext:
 
     @contextlib.contextmanager
     def _all_on_worker(self) -> Iterator[None]:
-        with current_streams(self._streams), self._all(clear_cache=False):
+        with current_streams(self.streams), self._all(clear_cache=False):
             yield
 
     @contextlib.contextmanager
     def _going_back(self) -> Iterator[None]:
-        with current_streams(self._streams), modes(self._functions, self._dispatches):
+        with current_streams(self.streams), modes(self._functions, self._dispatches):
             yield
 
 

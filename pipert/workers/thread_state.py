@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -19,7 +19,7 @@ Autocast = tuple[bool, tuple[tuple[bool, torch.dtype], ...]]
 
 
 @contextlib.contextmanager
-def current_streams(streams: list[torch.cuda.Stream]) -> Iterator[None]:
+def current_streams(streams: Sequence[torch.cuda.Stream]) -> Iterator[None]:
     """Make these the current streams of their devices."""
     if not streams:
         yield
@@ -33,7 +33,7 @@ def current_streams(streams: list[torch.cuda.Stream]) -> Iterator[None]:
         _set_streams(before, device)
 
 
-def _set_streams(streams: list[torch.cuda.Stream], device: int) -> None:
+def _set_streams(streams: Sequence[torch.cuda.Stream], device: int) -> None:
     for stream in streams:
         torch.cuda.set_stream(stream)  # makes the stream's device the current one
     torch.cuda.set_device(device)

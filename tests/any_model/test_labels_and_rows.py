@@ -111,6 +111,7 @@ def bart() -> Any:
 
 
 PROMPT = {"config": "PromptTuningConfig", "task_type": "CAUSAL_LM", "num_virtual_tokens": 2}
+LORA = {"config": "LoraConfig", "task_type": "CAUSAL_LM", "target_modules": ["q_proj"]}
 ADALORA = {
     "config": "AdaLoraConfig", "task_type": "CAUSAL_LM", "target_modules": ["q_proj"],
     "init_r": 3, "target_r": 2, "total_step": 9,
@@ -119,32 +120,32 @@ CPT = {
     "config": "CPTConfig", "task_type": "CAUSAL_LM", "cpt_token_ids": [3, 4], "cpt_mask": [1, 1],
     "cpt_tokens_type_mask": [1, 4],
 }  # fmt: skip
-OTHERS: dict[str, tuple[Callable[[], Any], str, bool]] = {
-    "prompt": (lambda: adapted(PROMPT.copy()), "base_model.model.layers.1", False),
-    "changed labels": (lambda: of_own(Changes), "model.layers.1", True),
-    "mean": (bart, "model.decoder.layers.1", True),
-    "term": (lambda: of_own(Adds), "model.layers.1", True),
+OTHERS: dict[str, tuple[Callable[[], Any], str, tuple[int | None, ...]]] = {
+    "adapter": (lambda: adapted(LORA.copy()), "base_model.model.model.layers.1", ()),
+    "prompt": (lambda: adapted(PROMPT.copy()), "base_model.model.layers.1", (None,)),
+    "changed labels": (lambda: of_own(Changes), "model.layers.1", (None, 20)),
+    "mean": (bart, "model.decoder.layers.1", (None, 20)),
+    "term": (lambda: of_own(Adds), "model.layers.1", (None, 20)),
     "term of a tuner": (
-        lambda: adapted(ADALORA.copy()), "base_model.model.model.layers.1", True
+        lambda: adapted(ADALORA.copy()), "base_model.model.model.layers.1", (None, 20)
     ),
-    "mean of a tuner": (lambda: adapted(CPT.copy()), "base_model.model.layers.1", True),
+    "mean of a tuner": (lambda: adapted(CPT.copy()), "base_model.model.layers.1", (None, 20)),
 }  # fmt: skip
-"""Makes a model; its cut; and whether its loss is no sum of losses for a number that is given."""
+"""Makes a model; its cut; and for which numbers of items its loss is no sum of losses."""
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("number", [None, 20])
 @pytest.mark.parametrize("kind", OTHERS)
 def test_losses_are_added_up_only_if_that_is_the_plain_loss(kind: str, number: Any) -> None:
-    make, cut, is_no_sum = OTHERS[kind]
+    make, cut, in_one = OTHERS[kind]
     model, more = make(), {} if number is None else {"num_items_in_batch": torch.tensor(number)}
     if kind == "mean of a tuner":
         more["input_type_mask"] = torch.full_like(IDS, 4)
     expected = copy.deepcopy(model)(input_ids=IDS, labels=IDS, **copy.deepcopy(more)).loss
-    said = is_no_sum or number is None
     with (
         pipert.pipeline(model, [cut], devices=["cpu"] * 2, chunks=2),
-        pytest.warns(UserWarning, match="one micro-batch") if said else nullcontext(),
+        pytest.warns(UserWarning, match="one micro-batch") if number in in_one else nullcontext(),
     ):
         torch.testing.assert_close(model(input_ids=IDS, labels=IDS, **more).loss, expected)
 

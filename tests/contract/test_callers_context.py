@@ -30,12 +30,7 @@ from tests.contract.ways import (
     take_step,
     ways,
 )
-from tests.layers import Apply
-
-
-class Labelled(Tensor):
-    """A tensor of another class, which operations keep."""
-
+from tests.layers import Apply, Labelled
 
 rows = pytest.mark.parametrize("row", ROWS[2:], ids=lambda row: row.name)
 """But those without a graph, which a step is refused in."""

@@ -33,7 +33,7 @@ from tests.contract.ways import (
     take_step,
     ways,
 )
-from tests.layers import Apply, product
+from tests.layers import Apply, Labelled, product
 
 
 class With(nn.Module):
@@ -49,10 +49,6 @@ class With(nn.Module):
 
 
 cross_entropy: Any = F.cross_entropy  # torch does not type Tensor.backward
-
-
-class Labelled(Tensor):
-    """A tensor of another class, which operations keep."""
 
 
 def between(make: Callable[[Tensor], Any], take: Callable[[Any], Tensor]) -> nn.Sequential:

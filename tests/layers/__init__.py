@@ -22,6 +22,10 @@ class Apply(nn.Module):
         return self.function(*args, **kwargs)
 
 
+class Labelled(Tensor):
+    """A tensor of another class, which operations keep."""
+
+
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:

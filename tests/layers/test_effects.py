@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from pipert import Pipe, RecomputationError, is_recomputing
+from pipert._torch import call_after_backward
+from pipert.layers import effects
 from pipert.layers.effects import Effects, sampled
 from tests.contract.ways import CALL, linear
 
@@ -241,9 +244,9 @@ def test_samples_of_all_tasks_are_compared_together(monkeypatch: pytest.MonkeyPa
     compared: list[int] = []
     check = Effects.check
 
-    def note(self: Effects) -> None:
+    def note(self: Effects, *streams: Any) -> None:
         compared.append(len(self._pairs))
-        check(self)
+        check(self, *streams)
 
     monkeypatch.setattr(Effects, "check", note)
     module = nn.Sequential(*[Layer(lambda layer, x: x) for _ in range(2)])
@@ -305,3 +308,36 @@ def test_what_rounding_leaves_of_zero_may_be_another_number() -> None:
         return x, (x - x.mean()).mean() + (3e-7 if is_recomputing() else -2e-7)
 
     step_of(compute, torch.randn(8, 16))
+
+
+@pytest.mark.cuda
+def test_samples_of_a_call_are_compared_on_the_stream_that_made_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """If no gradient arrives on a GPU, autograd may call back with default streams."""
+    make: Any = torch.cuda.Stream
+    own = make("cuda:0")
+    found, differ = list[Any](), effects._differ
+
+    def on_another_thread(check: Callable[[], None]) -> None:
+        def run() -> None:
+            thread = threading.Thread(target=check)
+            thread.start()
+            thread.join()
+
+        call_after_backward(run)
+
+    def note(pairs: Any) -> Tensor:
+        found.append(torch.cuda.current_stream())
+        return differ(pairs)
+
+    monkeypatch.setattr(effects, "call_after_backward", on_another_thread)
+    monkeypatch.setattr(effects, "_differ", note)
+    devices = ["cuda:0", "cuda:0"]
+    with (
+        Pipe(nn.Sequential(nn.Linear(3, 3), nn.Tanh()), [1, 1], devices=devices, chunks=2,
+             checkpoint="always") as pipe,
+        torch.cuda.stream(own),
+    ):  # fmt: skip
+        pipe(torch.randn(4, 3)).sum().backward()
+    assert found == [own]

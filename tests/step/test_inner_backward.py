@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import pipert
 from pipert import Pipe
 from tests.contract.ways import batch, grads_of, same
+from tests.layers import Labelled
 
 mse = nn.functional.mse_loss
 
@@ -81,10 +82,6 @@ def test_gradients_are_the_plain_module_s(make: Make, schedule: str) -> None:
             pipe.forward_backward(x, target=target, loss_fn=mse, schedule=schedule)
             on_cpu = {k: None if dw is None else dw.cpu() for k, dw in grads_of(module).items()}
             same(on_cpu, grads_of(plain))
-
-
-class Labelled(Tensor):
-    """A tensor of another class, which operations keep."""
 
 
 @pytest.mark.parametrize("kind", [Tensor, Labelled])
