@@ -92,6 +92,8 @@ MUTANTS: list[Row] = [
      "ctx.back = (awaited, waiter)", "ctx.back = (waiter, awaited)"),
     ("samples-not-awaited", EFFECTS, "the wait of a comparison for the last recomputation",
      "stream.wait_event(event)", "pass"),
+    ("samples-of-calls-on-default", EFFECTS, "the streams on which a call's samples are compared",
+     "stack.enter_context(current_streams(on))", "pass"),
     ("samples-on-compute", EFFECTS, "the separate stream on which recomputations are compared",
      "stack.enter_context(torch.cuda.stream(stream))", "pass"),
     ("samples-freed-early", EFFECTS, "the wait for a comparison that ends in an error",

@@ -10,18 +10,18 @@ CONTEXT, WORKER = "pipert/workers/context.py", "pipert/workers/worker.py"
 THREAD = "pipert/workers/thread_state.py"
 RUNTIME, RUN = "pipert/engine/runtime.py", "pipert/stage/run.py"
 
-_CAPTURED = "self._streams = [torch.cuda.current_stream(device) for device in devices]"
+_CAPTURED = "self.streams = [torch.cuda.current_stream(device) for device in devices]"
 
 MUTANTS: list[Row] = [
     ("streams-not-captured", CONTEXT, "the caller's current streams", _CAPTURED,
-     "self._streams: list[torch.cuda.Stream] = []"),
+     "self.streams: list[torch.cuda.Stream] = []"),
     ("default-streams-captured", CONTEXT, "the caller's current streams: default ones instead",
-     _CAPTURED, "self._streams = [torch.cuda.default_stream(device) for device in devices]"),
+     _CAPTURED, "self.streams = [torch.cuda.default_stream(device) for device in devices]"),
     ("forward-without-streams", CONTEXT, "the caller's streams around F[i,j]",
-     "with current_streams(self._streams), self._all(clear_cache=False):",
+     "with current_streams(self.streams), self._all(clear_cache=False):",
      "with self._all(clear_cache=False):"),
     ("backward-without-streams", CONTEXT, "the caller's streams around B[i,j] of a step",
-     "with current_streams(self._streams), modes(self._functions, self._dispatches):",
+     "with current_streams(self.streams), modes(self._functions, self._dispatches):",
      "with modes(self._functions, self._dispatches):"),
     ("streams-left-on", THREAD, "putting streams back after a task", "_set_streams(before, device)",
      "pass"),

@@ -19,6 +19,7 @@ FIRST = {
     "pipert/stage/recorded.py": ("tests/cuda/test_copies_overlap.py",),
     "pipert/layers/effects.py": (
         "tests/step/test_in_virtual_time.py", "tests/devices/test_out_of_memory.py",
+        "tests/layers/test_effects.py",
     ),
     "pipert/layers/random_numbers.py": ("tests/cuda/test_random_on_cuda.py",),
     "pipert/layers/default_generators.py": ("tests/cuda/test_random_on_cuda.py",),
