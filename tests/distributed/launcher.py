@@ -114,6 +114,7 @@ def _rank(
         world_size=size,
         timeout=timedelta(seconds=group),
     )
+    dist.barrier()  # a rank that soon ends might do so while others still connect to it
     try:
         result: tuple[Any, ...] = (function(rank, *args),)
     except BaseException as error:  # noqa: B036
