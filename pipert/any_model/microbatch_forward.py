@@ -153,7 +153,7 @@ class MicroBatchForward:
 
     def _run(self, stage: Stage) -> Value:
         x, self._x = self._x, None
-        here.interceptor = self
+        here.interceptor, here.around = self, self._layers.around
         begin_microbatch(self.i)
         try:
             return self._around.run(stage, self._forward, x)
@@ -166,7 +166,7 @@ class MicroBatchForward:
             raise
         finally:
             end_microbatch()
-            here.interceptor = None
+            here.interceptor, here.around = None, ()
 
     def _forward(self, x: Value) -> Value:
         """Call the model, go on to the last partition, and return the output."""

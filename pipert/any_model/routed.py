@@ -7,8 +7,8 @@ it in the pipe:
 1. The call of the model is intercepted, as those of layers are, so a library may put another
    ``forward`` into the model. ``model.forward`` is replaced by a callable with the same effect, as
    accelerate's is.
-2. So do the modules around layers of several partitions, such as the model inside an adapter's, or
-   an encoder that is called on its own: their layers are on several devices, too.
+2. Parts of the model that are called by themselves, such as its head or an encoder, are not: their
+   layers bring arguments to their own devices, as accelerate's hooks do.
 3. Code that runs inside of the pipe gets the plain ``forward``: the model's own, if it had one, or
    what its class has now. So do a copy and a pickled model.
 4. Outputs are on the device of the inputs, as the plain model's would be.
@@ -16,8 +16,6 @@ it in the pipe:
    is a sum divided by ``num_items_in_batch``, which the caller gives or labels show.
 6. A call with a cache of keys and values is one micro-batch, since the cache belongs to all rows.
    Training in several gets none, unless it asks. A call with ``adapter_names`` is one, too.
-7. A call of a module around layers is one micro-batch, too, and goes through the pipe while no
-   other call does: the model may call its parts on threads of its own.
 """
 
 from __future__ import annotations
@@ -25,10 +23,8 @@ from __future__ import annotations
 import copy
 import inspect
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -38,36 +34,29 @@ from pipert._typing import Value
 from pipert.batch.joining import JoinNumbers
 from pipert.batch.microbatch import Replicate
 from pipert.batch.tensors import tensors_of
-from pipert.layers.intercepted import Guest, calls_of, here, intercept, release
-from pipert.model.cuts import is_called
+from pipert.layers.intercepted import Guest, calls_of, here, intercept, release, route_of
 
 
 class Runs(Protocol):
     """A pipe, as far as calls of its model need it: see ``ModulePipe``."""
 
-    module: nn.Module
     chunks: int
 
     def is_inside(self) -> bool: ...
-    def is_running(self) -> bool: ...
     def splits_or_recomputes(self, in_one: bool = False) -> bool: ...
 
-    def call_part(
-        self, module: nn.Module, call: Callable[..., Value], args: Any, kwargs: dict[str, Any],
+    def call_model(
+        self, call: Callable[..., Value], args: Any, kwargs: dict[str, Any],
         why_in_one: str, join_numbers: JoinNumbers,
     ) -> Value: ...  # fmt: skip
 
 
-# The routes of each module, in the order they were made.
-_routed: WeakKeyDictionary[nn.Module, list[weakref.ref[Routed]]] = WeakKeyDictionary()
-
-
 class Routed(Guest):
-    """The ``forward`` of a module that calls layers of several partitions.
+    """The ``forward`` of a model in a pipe.
 
     Args:
-        module: the module.
-        pipe: its pipe, which so lives as long as the module, or until it is closed.
+        module: the model.
+        pipe: its pipe, which so lives as long as the model, or until it is closed.
     """
 
     def __init__(self, module: nn.Module, pipe: Runs) -> None:
@@ -79,7 +68,6 @@ class Routed(Guest):
         module.__dict__["forward"] = self
         intercept([module])
         calls_of(module).route = self
-        _routed[module] = [*map(weakref.ref, _open_of(module)), weakref.ref(self)]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.is_outside():
@@ -111,16 +99,13 @@ class Routed(Guest):
     def is_outside(self) -> bool:
         """Whether the current code does not run inside of the pipe, which is open.
 
-        A part of the model may be called inside by a thread of the model's own, of which nothing
-        is known, and again by a checkpoint in a backward.
+        Nor does it run inside of the pipe of a model around this one, which is cut in here, nor is
+        it a checkpoint that repeats the call in a backward.
         """
         pipe = self._pipe
         if pipe is None or pipe.is_inside() or here.is_trial or backward_id() >= 0:
             return False
-        if self._module is not pipe.module and pipe.is_running():
-            return False
-        pipes = [each._pipe for each in _open_of(self._module)]
-        return not any(pipe is not None and pipe.is_inside() for pipe in pipes)
+        return self._module not in here.around
 
     def send(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Call the module through its pipe; ``call`` calls it for each micro-batch."""
@@ -136,7 +121,7 @@ class Routed(Guest):
         arguments, first = self._named(args, kwargs), _first_tensor((*args, *kwargs.values()))
         number = number_of_items(self._module, arguments)
         makes_cache = self._makes_cache(arguments)
-        why = self._why_in_one(pipe, arguments, first, number is not None, makes_cache)
+        why = self._why_in_one(arguments, first, number is not None, makes_cache)
         is_training = torch.is_grad_enabled()
         if why == _UNKNOWN_LOSS and not self._has_warned and is_training and pipe.chunks > 1:
             warnings.warn(
@@ -156,18 +141,17 @@ class Routed(Guest):
             args = tuple([Replicate(x) if id(x) in whole else x for x in args])
             kwargs = {k: Replicate(x) if id(x) in whole else x for k, x in kwargs.items()}
         join = _refuse_numbers if number is None else _Sum()
-        y = pipe.call_part(self._module, call, args, kwargs, why, join)
+        y = pipe.call_model(call, args, kwargs, why, join)
         return y if first is None else _on(first.device, y)
 
     def _why_in_one(
-        self, pipe: Runs, arguments: dict[str, Any], first: Any, adds_up: bool, makes_cache: bool
+        self, arguments: dict[str, Any], first: Any, adds_up: bool, makes_cache: bool
     ) -> str:
         """Return why a call is one micro-batch; empty if it is split."""
         rows = next((arguments[k] for k in _FIRST if isinstance(arguments.get(k), Tensor)), first)
         has_cache = arguments.get("use_cache") or arguments.get("past_key_values") is not None
         has_cache = has_cache or not torch.is_grad_enabled() and makes_cache
         reasons = {
-            "a part of the model was called": self._module is not pipe.module,
             "its first argument has one row": rows is not None and rows.shape[:1] == (1,),
             "position_ids has its rows in dimension 1": _dim(arguments.get("position_ids")) > 2,
             "it has a cache of keys and values, which use_cache=False turns off": has_cache,
@@ -198,13 +182,8 @@ class Routed(Guest):
         if self._pipe is None:
             return
         self._pipe = None
-        calls = calls_of(self._module)
-        if calls.route is self:
-            calls.route = next(reversed(_open_of(self._module)), None)
+        calls_of(self._module).route = None
         release([self._module])
-        for newer in _open_of(self._module):
-            if newer.own is self:
-                newer.own = self.own
         if self._module.__dict__.get("forward") is self:
             del self._module.__dict__["forward"]
             if self.own is not None:
@@ -215,23 +194,11 @@ class Routed(Guest):
         return super().__deepcopy__(memo) or type(copied).forward.__get__(copied)
 
 
-def route(model: nn.Module, layers: Iterable[nn.Module], pipe: Runs) -> list[Routed]:
-    """Send calls of ``model``, and of the modules around ``layers``, through ``pipe``."""
-    own = set(layers)
-    around = [m for m in model.modules() if m not in own and not own.isdisjoint(m.modules())]
-    return [Routed(each, pipe) for each in dict.fromkeys([model, *around]) if is_called(each)]
-
-
 def pipe_of(model: nn.Module) -> Any:
     """Return the pipe that a model, or one inside it, is in; ``None`` if it is in none."""
-    found = (routed for module in model.modules() for routed in reversed(_open_of(module)))
-    return next((routed._pipe for routed in found), None)
-
-
-def _open_of(module: nn.Module) -> list[Routed]:
-    """Return the routes of a module through pipes that are open, in the order they were made."""
-    every = [routed() for routed in _routed.get(module, ())]
-    return [routed for routed in every if routed is not None and routed._pipe is not None]
+    routes = map(route_of, model.modules())
+    pipes = [route._pipe for route in routes if isinstance(route, Routed)]
+    return next((pipe for pipe in pipes if pipe is not None), None)
 
 
 def divides_by_number_of_items(model: nn.Module, arguments: Mapping[str, Any]) -> bool:

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from pipert._torch import STATE_TABLES
 from pipert._typing import Device, Value
 from pipert.any_model.model import AnyModel
-from pipert.any_model.routed import Routed, pipe_of, route
+from pipert.any_model.routed import Routed
 from pipert.batch.joining import JoinNumbers
 from pipert.layers.batchnorm import check_batch_norm
 from pipert.layers.compiling import refuse_compilation
 from pipert.model.calls import order_of_calls
 from pipert.model.cuts import check_cuts, homes, homes_outside_of_layers, layers_of
 from pipert.model.data_parallel import refuse_data_parallel
-from pipert.model.device_map import hand_back, note_device_map
+from pipert.model.device_map import note_device_map
 from pipert.model.devices import devices_and_workers
 from pipert.model.settings import check_timeout
 from pipert.model.split import (
@@ -47,7 +47,7 @@ class ModulePipe(PipeBase):
     """The model, on its devices. Its parameters are the pipe's. Use it for whatever surrounds
     training, such as ``save_pretrained``."""
 
-    _routed: Sequence[Routed]
+    _routed: Routed
     _has_run = False
 
     def __init__(
@@ -112,23 +112,18 @@ class ModulePipe(PipeBase):
         return list(self._cuts)
 
     def _model(self) -> AnyModel:
-        model = AnyModel(self.module, self._partitions, self._cuts)
+        model = AnyModel(self.module, self._partitions, self._cuts, self._devices)
         self._release = weakref.finalize(self, model.to_end())
         self._release.atexit = False
         return model
 
     def _start(self) -> None:
         super()._start()
-        layers = [layer for partition in self._partitions for layer in partition]
-        self.__dict__["_routed"] = route(self.module, layers, self)
+        self.__dict__["_routed"] = Routed(self.module, self)
 
     def is_inside(self) -> bool:
         """Whether the current code runs inside of this pipe."""
         return self._runtime.is_inside()
-
-    def is_running(self) -> bool:
-        """Whether any call of the pipe is on its way."""
-        return bool(self._runtime.counters.live)
 
     def splits_or_recomputes(self, in_one: bool = False) -> bool:
         """Whether a call has several micro-batches, if not ``in_one``, or is recomputed."""
@@ -139,11 +134,11 @@ class ModulePipe(PipeBase):
             torch.is_grad_enabled() and self._checkpoint not in (None, "never")
         )
 
-    def call_part(
-        self, module: nn.Module, call: Callable[..., Value], args: Any, kwargs: dict[str, Any],
+    def call_model(
+        self, call: Callable[..., Value], args: Any, kwargs: dict[str, Any],
         why_in_one: str, join_numbers: JoinNumbers,
     ) -> Value:  # fmt: skip
-        """Call the model, or a part of it around layers, in one micro-batch if there is a reason.
+        """Call the model, in one micro-batch if there is a reason.
 
         ``call`` calls it, for each micro-batch; ``join_numbers`` joins 0-dimensional outputs.
         """
@@ -154,8 +149,6 @@ class ModulePipe(PipeBase):
             for recording in self._runtime.counters.recordings:
                 text = f"one micro-batch of {self._chunks} asked for, because {why_in_one}"
                 recording.in_one[text] = None
-        if module is not self.module:
-            return super()._call(args, kwargs, chunks, self._timeout, call, join_numbers)
         return self._call(args, kwargs, chunks, self._timeout, call, join_numbers)
 
     def _call(self, *args: Any) -> Value:
@@ -178,21 +171,16 @@ class ModulePipe(PipeBase):
 
     def close(self, timeout: float | None = None) -> None:
         seconds = self._timeout if timeout is None else check_timeout(timeout)
-        model, is_first = self._runtime.model, self._release.alive
+        model = self._runtime.model
         assert isinstance(model, AnyModel)
         try:
-            try:
-                super().close(seconds)
-            finally:
-                model.threads.stop()
-                for routed in self._routed:
-                    routed.remove()
-                self._release()  # a finalizer: runs only once, even if it was interrupted
-            if not self._runtime.is_inside():  # else other threads may be waiting for this layer
-                model.threads.join(seconds)
+            super().close(seconds)
         finally:
-            if is_first and pipe_of(self.module) is None:
-                hand_back(self.module)
+            model.threads.stop()
+            self._routed.remove()
+            self._release()  # a finalizer: runs only once, even if it was interrupted
+        if not self._runtime.is_inside():  # else other threads may be waiting for this layer
+            model.threads.join(seconds)
 
     close.__doc__ = PipeBase.close.__doc__
 
