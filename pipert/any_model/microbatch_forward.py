@@ -185,6 +185,8 @@ class MicroBatchForward:
         if self._is_in_layer or layer is None:
             if module is self._model:
                 self._note_call_of_model()
+            if module in self._layers.encoders:
+                call = partial(self._around.call_encoder, call)
             return call(*args, **kwargs)
         if layer.begins > self.j:
             self._layers.begun.add(layer.begins)

@@ -60,7 +60,7 @@ class AnyModel:
         self._begun = {name: p._modules[name] for name, p in zip(cuts, partitions[1:], strict=True)}
         self._model = Layered(self.partitions, routes(self.partitions), copies_weights=False)
         self._shared = SharedState([module], partitions)
-        intercept(self.layers)
+        intercept((*self.layers, *self.layers.encoders))
         if len(set(devices)) > 1:
             for layer in self.layers.values():
                 calls_of(layer.module).bring = partial(self.layers.call_by_itself, layer, devices)
@@ -122,7 +122,8 @@ class AnyModel:
 
     def to_end(self) -> Callable[[], None]:
         """Return a function that stops the threads and the interception. Keeps no module alive."""
-        return partial(_end, self.threads, weakref.WeakSet(self.layers))
+        own = weakref.WeakSet((*self.layers, *self.layers.encoders))
+        return partial(_end, self.threads, own)
 
 
 def _look_behind(

@@ -69,6 +69,13 @@ class ModelLayers(dict[nn.Module, ModelLayer]):
         inside = {part for layer in self for part in layer.modules()}
         self.around = {*model.modules()} - inside
         """The modules around the layers, and those that are never called."""
+        self.encoders = {
+            module
+            for module in self.around
+            if type(module).forward is nn.TransformerEncoder.forward
+            and self.around.isdisjoint(module.get_submodule("layers").children())
+        }
+        """Those of torch whose own code computes nothing between its layers (``call_encoder``)."""
         self.begun: set[int] = set()
         """The partitions that have begun with the call of their cuts."""
         self._called: set[nn.Module] = set()
