@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from pipert._typing import Value
-from pipert.batch.tensors import tensors_of, version
+from pipert.batch.tensors import tensors_of
 from pipert.layers.phase import current_microbatch
 from pipert.stage.loss import loss_in, own_loss
 from pipert.stage.loss_checks import StepCall
@@ -102,15 +102,13 @@ class Before:
 
     def __init__(self, model: nn.Module) -> None:
         self._state = torch.get_rng_state()
-        self._buffers = [(x, version(x), x.detach().clone()) for x in model.buffers()]
+        self._buffers = [(x.data, x.detach().clone()) for x in model.buffers()]
 
     def restore(self) -> None:
-        """Put all back."""
+        """Put all back. Batch norm changes buffers without a new version."""
         torch.set_rng_state(self._state)
-        with torch.no_grad():
-            for buffer, before, value in self._buffers:
-                if version(buffer) != before:
-                    buffer.copy_(value)
+        for buffer, before in self._buffers:
+            buffer.copy_(before)
 
 
 class LossesDoNotAddUp(Exception):

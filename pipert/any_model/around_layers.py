@@ -242,6 +242,17 @@ class AroundLayers:
                 self._copies.settle(y)
         return y
 
+    def call_encoder(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Call an ``nn.TransformerEncoder`` around layers without inspecting its own code.
+
+        A function mode would keep it from torch's fast path, whose outputs are 0 at padding.
+        """
+        if self._intercept is None:
+            return call(*args, **kwargs)
+        with Paused(self._intercept):
+            args, kwargs = self._intercept.bring_all(args, kwargs)
+            return call(*args, **kwargs)
+
     def _call(self, layer: ModelLayer, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         shared, stage = self._model_run, self._stage
         if shared.inspection is not None:

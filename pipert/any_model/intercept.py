@@ -24,6 +24,7 @@ from pipert._torch import (
     base_of,
     function_mode_at,
     function_mode_count,
+    is_left_aligned,
     pop_function_mode,
     push_function_mode,
     sequence_nr,
@@ -34,6 +35,7 @@ from pipert.any_model.map_tensors import map_each, map_tensors
 from pipert.any_model.microbatch_graph import MicroBatchGraph
 from pipert.any_model.tensor_copies import TensorCopies
 from pipert.batch.tensors import describe, tensors_of
+from pipert.layers.parameter_copies import refuse_slow_path
 from pipert.workers.context import is_transformed
 
 _METADATA = frozenset(
@@ -150,6 +152,8 @@ class Intercept(TorchFunctionMode):
         else:
             args, kwargs = self.bring_all(args, kwargs)
         result = func(*args, **kwargs)
+        if func is is_left_aligned and result:
+            refuse_slow_path(args[0])
         if self._copies is not None:
             self._copies.settle(result)
         return result

@@ -153,7 +153,7 @@ class MicroBatchForward:
 
     def _run(self, stage: Stage) -> Value:
         x, self._x = self._x, None
-        here.interceptor = self
+        here.interceptor, here.around = self, self._layers.around
         begin_microbatch(self.i)
         try:
             return self._around.run(stage, self._forward, x)
@@ -166,7 +166,7 @@ class MicroBatchForward:
             raise
         finally:
             end_microbatch()
-            here.interceptor = None
+            here.interceptor, here.around = None, ()
 
     def _forward(self, x: Value) -> Value:
         """Call the model, go on to the last partition, and return the output."""
@@ -185,6 +185,8 @@ class MicroBatchForward:
         if self._is_in_layer or layer is None:
             if module is self._model:
                 self._note_call_of_model()
+            if module in self._layers.encoders:
+                call = partial(self._around.call_encoder, call)
             return call(*args, **kwargs)
         if layer.begins > self.j:
             self._layers.begun.add(layer.begins)

@@ -7,8 +7,8 @@ it in the pipe:
 1. The call of the model is intercepted, as those of layers are, so a library may put another
    ``forward`` into the model. ``model.forward`` is replaced by a callable with the same effect, as
    accelerate's is.
-2. So do the modules around layers of several partitions, such as the model inside an adapter's, or
-   an encoder that is called on its own: their layers are on several devices, too.
+2. Parts of the model that are called by themselves, such as its head or an encoder, are not: their
+   layers bring arguments to their own devices, as accelerate's hooks do.
 3. Code that runs inside of the pipe gets the plain ``forward``: the model's own, if it had one, or
    what its class has now. So do a copy and a pickled model.
 4. Outputs are on the device of the inputs, as the plain model's would be.
@@ -16,8 +16,6 @@ it in the pipe:
    those of micro-batches add up (``added_losses``).
 6. A call with a cache of keys and values is one micro-batch, since the cache belongs to all rows.
    Training in several gets none, unless it asks. A call with ``adapter_names`` is one, too.
-7. A call of a module around layers is one micro-batch, too, and goes through the pipe while no
-   other call does: the model may call its parts on threads of its own.
 """
 
 from __future__ import annotations
@@ -25,10 +23,8 @@ from __future__ import annotations
 import copy
 import inspect
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -39,36 +35,29 @@ from pipert.any_model.added_losses import Before, LossCheck, LossesAddUp, Losses
 from pipert.batch.joining import JoinNumbers
 from pipert.batch.microbatch import Replicate
 from pipert.batch.tensors import describe, tensors_of
-from pipert.layers.intercepted import Guest, calls_of, here, intercept, release
-from pipert.model.cuts import is_called
+from pipert.layers.intercepted import Guest, calls_of, here, intercept, release, route_of
 
 
 class Runs(Protocol):
     """A pipe, as far as calls of its model need it: see ``ModulePipe``."""
 
-    module: nn.Module
     chunks: int
 
     def is_inside(self) -> bool: ...
-    def is_running(self) -> bool: ...
     def splits_or_recomputes(self, in_one: bool = False) -> bool: ...
 
-    def call_part(
-        self, module: nn.Module, call: Callable[..., Value], args: Any, kwargs: dict[str, Any],
+    def call_model(
+        self, call: Callable[..., Value], args: Any, kwargs: dict[str, Any],
         why_in_one: str, join_numbers: JoinNumbers, seconds: float | None,
     ) -> Value: ...  # fmt: skip
 
 
-# The routes of each module, in the order they were made.
-_routed: WeakKeyDictionary[nn.Module, list[weakref.ref[Routed]]] = WeakKeyDictionary()
-
-
 class Routed(Guest):
-    """The ``forward`` of a module that calls layers of several partitions.
+    """The ``forward`` of a model in a pipe.
 
     Args:
-        module: the module.
-        pipe: its pipe, which so lives as long as the module, or until it is closed.
+        module: the model.
+        pipe: its pipe, which so lives as long as the model, or until it is closed.
     """
 
     def __init__(self, module: nn.Module, pipe: Runs) -> None:
@@ -81,14 +70,12 @@ class Routed(Guest):
         module.__dict__["forward"] = self
         intercept([module])
         calls_of(module).route = self
-        _routed[module] = [*map(weakref.ref, _open_of(module)), weakref.ref(self)]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.is_outside():
             return self.send(self._plain(), *args, **kwargs)
-        pipe, has_config = self._pipe, getattr(self._module, "config", None) is not None
-        if pipe is not None and has_config and pipe.splits_or_recomputes():
-            if self._makes_cache(arguments := self.named(args, kwargs)):
+        if self._pipe is not None and self._pipe.splits_or_recomputes():
+            if self._makes_cache(arguments := self.named(args, kwargs), torch.is_grad_enabled()):
                 kwargs["use_cache"] = _refuse_packed(self._module, arguments)
         return self._plain()(*args, **kwargs)
 
@@ -113,16 +100,13 @@ class Routed(Guest):
     def is_outside(self) -> bool:
         """Whether the current code does not run inside of the pipe, which is open.
 
-        A part of the model may be called inside by a thread of the model's own, of which nothing
-        is known, and again by a checkpoint in a backward.
+        Nor does it run inside of the pipe of a model around this one, which is cut in here, nor is
+        it a checkpoint that repeats the call in a backward.
         """
         pipe = self._pipe
         if pipe is None or pipe.is_inside() or here.is_trial or backward_id() >= 0:
             return False
-        if self._module is not pipe.module and pipe.is_running():
-            return False
-        pipes = [each._pipe for each in _open_of(self._module)]
-        return not any(pipe is not None and pipe.is_inside() for pipe in pipes)
+        return self._module not in here.around
 
     def send(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Call the module through its pipe; ``call`` calls it for each micro-batch."""
@@ -146,11 +130,12 @@ class Routed(Guest):
         arguments, first = self.named(args, kwargs), _first_tensor((*args, *kwargs.values()))
         items = self.losses.number_of(self._module, arguments)
         makes_cache = self._makes_cache(arguments)
-        why = self._why_in_one(pipe, arguments, first, items is not None, makes_cache)
+        why = self._why_in_one(arguments, first, items is not None, makes_cache)
         changed, whole, check = dict[str, Any](), (args, kwargs), None
         if not why and pipe.chunks > 1:
             whole = self.with_whole(args, kwargs)
-            if items is not None and len(set(map(len, filter(Tensor.dim, tensors_of(whole)[0])))) > 1:
+            rows = {len(x) for x in tensors_of(whole)[0] if x.dim()}
+            if items is not None and len(rows) > 1:
                 why = _UNKNOWN_LOSS  # of labels that cannot be split, such as those beside images
             elif items is not None:
                 changed["num_items_in_batch"] = items.number
@@ -158,13 +143,12 @@ class Routed(Guest):
         if why == _UNKNOWN_LOSS:
             self._warn_of_loss(pipe)
             whole = args, kwargs
-        if makes_cache:  # by default without gradients only
-            keeps = not torch.is_grad_enabled() or not pipe.splits_or_recomputes(bool(why))
+        keeps = not torch.is_grad_enabled() or not pipe.splits_or_recomputes(bool(why))
+        if makes_cache or self._makes_cache(arguments, may=not keeps):
             changed["use_cache"] = keeps or _refuse_packed(self._module, arguments)
         before = None if check is None else Before(self._module)
         try:
-            y = pipe.call_part(
-                self._module,
+            y = pipe.call_model(
                 call if check is None else check.around(call, self.named),
                 whole[0], {**whole[1], **changed}, why,
                 _refuse_numbers if items is None else _Sum(), seconds,
@@ -209,14 +193,13 @@ class Routed(Guest):
         )
 
     def _why_in_one(
-        self, pipe: Runs, arguments: dict[str, Any], first: Any, adds_up: bool, makes_cache: bool
+        self, arguments: dict[str, Any], first: Any, adds_up: bool, makes_cache: bool
     ) -> str:
         """Return why a call is one micro-batch; empty if it is split."""
         rows = _rows_in(arguments, first)
         has_cache = arguments.get("use_cache") or arguments.get("past_key_values") is not None
         has_cache = has_cache or not torch.is_grad_enabled() and makes_cache
         reasons = {
-            "a part of the model was called": self._module is not pipe.module,
             "its first argument has one row": rows is not None and rows.shape[:1] == (1,),
             "position_ids has its rows in dimension 1": _dim(arguments.get("position_ids")) > 2,
             "it has a cache of keys and values, which use_cache=False turns off": has_cache,
@@ -231,29 +214,29 @@ class Routed(Guest):
         names = self.__signature__.parameters if args else ()
         return {**dict(zip(names, args, strict=False)), **kwargs}
 
-    def _makes_cache(self, arguments: Mapping[str, Any]) -> bool:
-        """Whether the module, one of transformers, makes a cache that nobody has asked for."""
-        if "use_cache" in arguments or arguments.get("past_key_values") is not None:
-            return False
+    def _makes_cache(self, arguments: Mapping[str, Any], may: bool = False) -> bool:
+        """Whether the module, one of transformers, makes a cache that nobody has asked for.
+
+        If it ``may``, as its decoder has a config of its own, that is enough.
+        """
         config = getattr(self._module, "config", None)
-        text_config = getattr(config, "get_text_config", lambda: config)()
-        if not getattr(text_config, "use_cache", False):
+        names = "use_cache", "past_key_values"
+        if config is None or any([arguments.get(name) is not None for name in names]):
             return False
-        parameters = self.__signature__.parameters.values()
-        return any([p.name == "use_cache" or p.kind is p.VAR_KEYWORD for p in parameters])
+        parameters = self.__signature__.parameters
+        if may and "use_cache" in parameters:
+            return True
+        text_config = getattr(config, "get_text_config", lambda: config)()
+        takes_any = any([p.kind is p.VAR_KEYWORD for p in parameters.values()])
+        return getattr(text_config, "use_cache", False) and ("use_cache" in parameters or takes_any)
 
     def remove(self) -> None:
         """Call the plain ``forward`` from now on, also if someone has wrapped this one."""
         if self._pipe is None:
             return
         self._pipe = None
-        calls = calls_of(self._module)
-        if calls.route is self:
-            calls.route = next(reversed(_open_of(self._module)), None)
+        calls_of(self._module).route = None
         release([self._module])
-        for newer in _open_of(self._module):
-            if newer.own is self:
-                newer.own = self.own
         if self._module.__dict__.get("forward") is self:
             del self._module.__dict__["forward"]
             if self.own is not None:
@@ -264,23 +247,11 @@ class Routed(Guest):
         return super().__deepcopy__(memo) or type(copied).forward.__get__(copied)
 
 
-def route(model: nn.Module, layers: Iterable[nn.Module], pipe: Runs) -> list[Routed]:
-    """Send calls of ``model``, and of the modules around ``layers``, through ``pipe``."""
-    own = set(layers)
-    around = [m for m in model.modules() if m not in own and not own.isdisjoint(m.modules())]
-    return [Routed(each, pipe) for each in dict.fromkeys([model, *around]) if is_called(each)]
-
-
 def pipe_of(model: nn.Module) -> Any:
     """Return the pipe that a model, or one inside it, is in; ``None`` if it is in none."""
-    found = (routed for module in model.modules() for routed in reversed(_open_of(module)))
-    return next((routed._pipe for routed in found), None)
-
-
-def _open_of(module: nn.Module) -> list[Routed]:
-    """Return the routes of a module through pipes that are open, in the order they were made."""
-    every = [routed() for routed in _routed.get(module, ())]
-    return [routed for routed in every if routed is not None and routed._pipe is not None]
+    routes = map(route_of, model.modules())
+    pipes = [route._pipe for route in routes if isinstance(route, Routed)]
+    return next((pipe for pipe in pipes if pipe is not None), None)
 
 
 def _refuse_packed(model: Any, arguments: Mapping[str, Any]) -> bool:

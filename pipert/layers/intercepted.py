@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from functools import partial
 from typing import Any, Protocol
 
@@ -41,6 +41,8 @@ class Route(Protocol):
 
 class _Thread(threading.local):
     interceptor: Interceptor | None = None
+    around: Container[nn.Module] = ()
+    """The modules around layers of the model that runs."""
     is_trial: bool = False
     """Whether a model is tried out by itself, even if it is in a pipe."""
 
@@ -90,15 +92,19 @@ class Calls(Guest):
         self._module = weakref.ref(module)
         self.own: Callable[..., Any] | None = compiled_call(module)
         self.route: Route | None = None
+        self.bring: Callable[..., Any] | None = None
+        """Calls a layer that no pipe runs, with its arguments on the layer's device."""
         self.users = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module: Any = self._module()
         call = self.own or plain_call(module)
         route = self.route  # the pipe may be closed meanwhile
+        interceptor = here.interceptor  # may be of another pipe, of which the module is a layer
         if route is not None and route.is_outside():
             call = partial(route.send, call)
-        interceptor = here.interceptor  # of another pipe, of which the module is a layer
+        elif self.bring is not None and interceptor is None:
+            call = partial(self.bring, call)
         if interceptor is None:
             return call(*args, **kwargs)
         return interceptor.call(module, call, args, kwargs)
@@ -117,6 +123,12 @@ def calls_of(module: nn.Module) -> Calls:
         calls = module.__dict__[COMPILED_CALL] = Calls(module)
         module.__dict__["__getstate__"] = _State(module)
     return calls
+
+
+def route_of(module: nn.Module) -> Route | None:
+    """Return where calls of a module go that are made outside of its pipe, if it is in one."""
+    calls = module.__dict__.get(COMPILED_CALL)
+    return calls.route if isinstance(calls, Calls) else None
 
 
 def release(modules: Iterable[nn.Module]) -> None:

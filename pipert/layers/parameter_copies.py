@@ -35,6 +35,7 @@ from pipert._torch import (
     WEIGHT_SETTERS,
     AccumulateGrad,
     forward_pre_hooks,
+    is_left_aligned,
     outputs_of,
     tensor_hooks,
 )
@@ -220,7 +221,10 @@ class Substitute(TorchFunctionMode):
         if func == _DATA and id(args[0]) in self._copies:
             # Unlike ``data``, this shares the copy's version counter.
             return self._copies[id(args[0])].detach()
-        return func(*self._swap(args), **self._swap(kwargs or {}))
+        result = func(*self._swap(args), **self._swap(kwargs or {}))
+        if func is is_left_aligned and result:
+            refuse_slow_path(args[0])
+        return result
 
     def _swap(self, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -252,6 +256,20 @@ class Substitute(TorchFunctionMode):
                 "by one of them, which the others see at an uncertain time or never; choose a "
                 "balance that puts the layers that share it on one device"
             )
+
+
+def refuse_slow_path(x: Tensor) -> None:
+    """Refuse an ``nn.TransformerEncoder`` that a function mode keeps from its fast path on ``x``.
+
+    Its outputs at padding, which the fast path sets to 0, would not be those of the plain model.
+    """
+    if not (torch.is_autocast_enabled() or torch.is_grad_enabled() and x.requires_grad):
+        raise RuntimeError(
+            "an nn.TransformerEncoder in eval() with src_key_padding_mask, which the plain model "
+            "computes without its padding, cannot do so where a cut is inside of one of its "
+            "layers, a class derived from it has a forward of its own, or another device has one "
+            "of its weights; make it with enable_nested_tensor=False"
+        )
 
 
 def _refuse_functions(y: Value, copied: Container[int], stop: Iterable[Any] = ()) -> bool:

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from pipert._torch import STATE_TABLES
 from pipert._typing import Device, Value
 from pipert.any_model.model import AnyModel
-from pipert.any_model.routed import Routed, pipe_of, route
+from pipert.any_model.routed import Routed
 from pipert.batch.joining import JoinNumbers
 from pipert.layers.batchnorm import check_batch_norm
 from pipert.model.calls import order_of_calls
 from pipert.model.cuts import check_cuts, homes, homes_outside_of_layers, layers_of
 from pipert.model.data_parallel import refuse_data_parallel
-from pipert.model.device_map import hand_back, note_device_map
+from pipert.model.device_map import note_device_map
 from pipert.model.devices import devices_and_workers
 from pipert.model.settings import OF_CALLS, check_timeout, refuse_keywords_of, refuse_misspelt
 from pipert.model.split import (
@@ -48,8 +48,7 @@ class ModulePipe(PipeBase):
     """The model, on its devices. Its parameters are the pipe's. Use it for whatever surrounds
     training, such as ``save_pretrained``."""
 
-    _routed: Sequence[Routed]
-    _route: Routed
+    _routed: Routed
     _has_run = False
 
     def __init__(
@@ -114,24 +113,18 @@ class ModulePipe(PipeBase):
         return list(self._cuts)
 
     def _model(self) -> AnyModel:
-        model = AnyModel(self.module, self._partitions, self._cuts)
+        model = AnyModel(self.module, self._partitions, self._cuts, self._devices)
         self._release = weakref.finalize(self, model.to_end())
         self._release.atexit = False
         return model
 
     def _start(self) -> None:
         super()._start()
-        layers = [layer for partition in self._partitions for layer in partition]
-        self.__dict__["_routed"] = route(self.module, layers, self)
-        self.__dict__["_route"] = self._routed[0]
+        self.__dict__["_routed"] = Routed(self.module, self)
 
     def is_inside(self) -> bool:
         """Whether the current code runs inside of this pipe."""
         return self._runtime.is_inside()
-
-    def is_running(self) -> bool:
-        """Whether any call of the pipe is on its way."""
-        return bool(self._runtime.counters.live)
 
     def splits_or_recomputes(self, in_one: bool = False) -> bool:
         """Whether a call has several micro-batches, if not ``in_one``, or is recomputed."""
@@ -151,26 +144,26 @@ class ModulePipe(PipeBase):
         """
         refuse_keywords_of(self.module, {"timeout": timeout}, len(args))
         refuse_misspelt(self.module, kwargs, OF_CALLS)
-        return self._route.run_in(self, self.module, args, kwargs, timeout)
+        return self._routed.run_in(self, self.module, args, kwargs, timeout)
 
     def _take_step(self, call: StepCall, seconds: float | None) -> Any:
         take = partial(super()._take_step, seconds=seconds)
         if call.microbatches is not None or call.chunks == 1:
             return take(call)
-        args, kwargs = self._route.with_whole(call.args, call.kwargs)
+        args, kwargs = self._routed.with_whole(call.args, call.kwargs)
         call = call._replace(args=args, kwargs=kwargs)
         is_own = call.loss_fn is own_loss and call.denominator is None
         if not is_own or call.reduction != "mean":
             return take(call)
-        return self._route.losses.take_step(
-            self.module, self._route.named(call.args, call.kwargs), call, take
+        return self._routed.losses.take_step(
+            self.module, self._routed.named(call.args, call.kwargs), call, take
         )
 
-    def call_part(
-        self, module: nn.Module, call: Callable[..., Value], args: Any, kwargs: dict[str, Any],
+    def call_model(
+        self, call: Callable[..., Value], args: Any, kwargs: dict[str, Any],
         why_in_one: str, join_numbers: JoinNumbers, seconds: float | None = None,
     ) -> Value:  # fmt: skip
-        """Call the model, or a part of it around layers, in one micro-batch if there is a reason.
+        """Call the model, in one micro-batch if there is a reason.
 
         ``call`` calls it, for each micro-batch; ``join_numbers`` joins 0-dimensional outputs.
         """
@@ -180,8 +173,6 @@ class ModulePipe(PipeBase):
             for recording in self._runtime.counters.recordings:
                 text = f"one micro-batch of {self._chunks} asked for, because {why_in_one}"
                 recording.in_one[text] = None
-        if module is not self.module:
-            return super()._call(args, kwargs, chunks, seconds, call, join_numbers)
         return self._call(args, kwargs, chunks, seconds, call, join_numbers)
 
     def _call(self, *args: Any) -> Value:
@@ -204,21 +195,16 @@ class ModulePipe(PipeBase):
 
     def close(self, timeout: float | None = None) -> None:
         seconds = self._timeout if timeout is None else check_timeout(timeout)
-        model, is_first = self._runtime.model, self._release.alive
+        model = self._runtime.model
         assert isinstance(model, AnyModel)
         try:
-            try:
-                super().close(seconds)
-            finally:
-                model.threads.stop()
-                for routed in self._routed:
-                    routed.remove()
-                self._release()  # a finalizer: runs only once, even if it was interrupted
-            if not self._runtime.is_inside():  # else other threads may be waiting for this layer
-                model.threads.join(seconds)
+            super().close(seconds)
         finally:
-            if is_first and pipe_of(self.module) is None:
-                hand_back(self.module)
+            model.threads.stop()
+            self._routed.remove()
+            self._release()  # a finalizer: runs only once, even if it was interrupted
+        if not self._runtime.is_inside():  # else other threads may be waiting for this layer
+            model.threads.join(seconds)
 
     close.__doc__ = PipeBase.close.__doc__
 
@@ -259,4 +245,4 @@ class ModulePipe(PipeBase):
         return "\n".join([*lines, f"  cuts={self.cuts}"])
 
 
-_OF_THREADS = ("_release", "_route", "_routed", "_has_run")
+_OF_THREADS = ("_release", "_routed", "_has_run")

@@ -64,31 +64,6 @@ def test_a_part_that_the_model_calls_in_its_own_way_is_not_sent_to_the_pipe(how:
         torch.testing.assert_close(found.grad, expected.grad)
 
 
-class Sequences(nn.Module):
-    """Takes sequences first, unlike the model around it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.GRU(8, 8) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x, _ = layer(x)
-        return x
-
-
-@pytest.mark.filterwarnings("ignore::pipert.NotBatchFirstWarning")
-def test_a_part_gets_its_arguments_whole() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(Sequences(), nn.Linear(8, 2))
-    x = torch.randn(6, 4, 8)
-    with torch.no_grad():
-        expected = model[0](x)
-        with pipert.pipeline(model, ["0.layers.1"], devices=["cpu"] * 2, chunks=2) as pipe:
-            assert torch.equal(model[0](x), expected)
-            assert pipe.statistics().runs == 1
-
-
 def rows_of(y: Tensor) -> list[Any]:
     return [{"boxes": row[:3].unsqueeze(1)} for row in y]
 
@@ -137,12 +112,67 @@ def test_an_iterator_that_is_collected_in_a_layer_does_not_block_the_pipe(no_gc:
         assert pipe(torch.randn(2, 4)).shape == (2, 4)
 
 
+# On GPUs ------------------------------------------------------------------------------------------
+
+
+class Head(nn.Module):
+    """A head whose weight is tied to a layer of another GPU, and which has others."""
+
+    def __init__(self, tied: nn.Linear) -> None:
+        super().__init__()
+        self.norm, self.out = nn.LayerNorm(8), nn.Linear(8, 8)
+        self.out.weight = tied.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.out(self.norm(x))
+        return y
+
+
+class Sum(nn.Module):
+    """A layer without weights of its own."""
+
+    def forward(self, x: Tensor, *, others: list[Tensor]) -> Tensor:
+        return x + sum(others)
+
+
+class Parts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.middle = Encoder(), nn.BatchNorm1d(8, affine=False)
+        self.head, self.add = Head(self.encoder.first), Sum()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.encoder(x)
+        z: Tensor = self.add(self.head(self.middle(y)), others=[x, y])
+        return z
+
+
 @pytest.mark.multi_gpu
 @pytest.mark.parametrize("there", ["cpu", "cuda:0", "cuda:1"])
-def test_a_part_on_two_gpus_called_from_elsewhere_meanwhile_is_an_error_and_no_other_value(
-    there: str,
-) -> None:
-    """It runs plainly, since the thread may be the model's own, and torch refuses two devices."""
+@pytest.mark.parametrize("call", [lambda part, x: part(x), again], ids=["plainly", "checkpointed"])
+def test_a_layer_called_by_itself_brings_its_arguments_to_its_device(there: str, call: Any) -> None:
+    """As libraries do: a model without its head, then the head, on a chunk of tokens at a time."""
+    torch.manual_seed(0)
+    model, x = Parts().double().eval(), torch.randn(4, 8, dtype=torch.float64)
+    plain = copy.deepcopy(model)
+    plain(x).square().sum().backward()
+    devices = ["cuda:0", "cuda:1", "cuda:1"]
+    with pipert.pipeline(model, ["encoder.second", "head"], devices=devices) as pipe:
+        y = x.to(there)
+        with torch.no_grad():
+            assert model.encoder(y).device.index == 1
+        hidden = model.middle(model.encoder(y).to(there))
+        chunks = [model.head(each) for each in hidden.split(2)]
+        z = model.add(torch.cat(chunks), others=[y, call(model.encoder, y)])
+        z.square().sum().backward()
+        assert pipe.statistics().runs == 0
+    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        assert found.grad is not None
+        torch.testing.assert_close(found.grad.cpu(), expected.grad)
+
+
+@pytest.mark.multi_gpu
+def test_a_part_on_two_gpus_is_called_while_the_model_runs() -> None:
     entered, go_on = threading.Event(), threading.Event()
 
     def wait(part: nn.Module, x: Tensor) -> Any:
@@ -150,15 +180,13 @@ def test_a_part_on_two_gpus_called_from_elsewhere_meanwhile_is_an_error_and_no_o
         assert go_on.wait(20)
         return part(x)
 
-    model, x = Model(wait), torch.randn(4, 8, device=there)
-    expected = copy.deepcopy(model.encoder)(x.cpu())
+    model, x = Model(wait), torch.randn(4, 8)
+    expected = copy.deepcopy(model.encoder)(x)
     cuts = ["encoder.second", "head"]
     with ThreadPoolExecutor(1) as threads, torch.no_grad():
         with pipert.pipeline(model, cuts, devices=["cuda:0", "cuda:1", "cuda:1"]) as pipe:
             call = threads.submit(pipe, x)
             assert entered.wait(20)
-            with pytest.raises(RuntimeError, match="on the same device"):
-                model.encoder(x)
+            torch.testing.assert_close(model.encoder(x).cpu(), expected)
             go_on.set()
             call.result(20)
-            torch.testing.assert_close(model.encoder(x).cpu(), expected)
