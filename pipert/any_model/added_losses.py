@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from pipert._torch import has_hooks
 from pipert._typing import Value
 from pipert.batch.tensors import tensors_of
 from pipert.layers.phase import current_microbatch
@@ -56,7 +57,7 @@ class LossesAddUp:
         options = [(k, v) for k, v in arguments.items() if isinstance(v, bool)]
         own = vars(model).get("forward")
         forward = getattr(own, "own", own), type(model).forward
-        kind = forward, len(model._forward_hooks), frozenset(arguments), frozenset(options)
+        kind = forward, has_hooks(model), frozenset(arguments), frozenset(options)
         if not self._known.get(kind, True):
             return None
         if number is not None:

@@ -178,7 +178,7 @@ def scale_of(
 
 
 class LossWatch(Protocol):
-    """Looks at the loss of a step's first micro-batch, see ``loss_checks``."""
+    """Looks at the loss of a step's last micro-batch, see ``loss_checks``."""
 
     def look(
         self, function: LossFunction, loss: Tensor, output: Value, target: Value
@@ -207,7 +207,7 @@ class Loss:
     is_differentiable: bool = False
     """Whether the loss of any micro-batch requires grad."""
     watch: LossWatch | None = None
-    """Looks at the first micro-batch's loss, in steps that are checked."""
+    """Looks at the last micro-batch's loss, in steps that are checked."""
 
     draws: bool = field(init=False)
     """Whether the function draws random numbers, or might."""
@@ -247,7 +247,7 @@ class Loss:
 
     def _watched(self, i: int, output: Value, target: Value) -> Tensor:
         loss = self._checked(self._function(output, target))
-        if i == 0 and self.watch is not None:
+        if i == len(self.targets) - 1 and self.watch is not None:
             with torch.no_grad():
                 self.watch.look(self._function, loss.detach(), output, target)
         return loss

@@ -6,7 +6,7 @@ where reading a GPU's numbers does not matter:
 
 1. a mean over targets of which unequal numbers count, since some integers are ``IGNORED``;
 2. a sum where a mean is expected, or a mean beside a ``denominator``. ``loss_fn`` is called once
-   more, with each row of the first micro-batch twice: a sum doubles, a mean stays.
+   more, with each row of the last micro-batch twice: a sum doubles, a mean stays.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def warn_of_unequal_counts(counts: Sequence[int], what: str) -> None:
 
 
 class DoubledRows:
-    """Compares the loss of the first micro-batch with that of its rows twice.
+    """Compares the loss of the last micro-batch with that of its rows twice.
 
     Args:
         rows: how many it has; 0 if that is unknown.
@@ -85,7 +85,7 @@ class DoubledRows:
         except Exception:  # noqa: BLE001  it may hold something of as many rows; the step goes on
             return
         if isinstance(doubled, Tensor) and doubled.numel() == 1:
-            self._losses = loss, doubled
+            self._losses = loss, doubled.detach()
 
     def check(self) -> None:
         """Warn of a sum without a denominator, and of a mean with one."""
@@ -158,9 +158,9 @@ class LossChecks:
                 warn_of_unequal_counts(counts, "loss_fn" if has_function else "the model's loss")
         kind = getattr(call.loss_fn, "__code__", type(call.loss_fn)), is_divided
         is_mean = not isinstance(call.denominator, Tensor) and call.denominator == m
-        if not has_function or kind in self._known or is_mean:
+        if not has_function or call.target is None or kind in self._known or is_mean:
             return None
-        rows = batch.sizes[0] if batch.sizes else 0
+        rows = batch.sizes[-1] if batch.sizes else 0
         return DoubledRows(rows, is_divided, partial(self._known.add, kind))
 
 
