@@ -162,6 +162,10 @@ _needed("_post_accumulate_grad_hooks", Tensor)
 hooks_on_grad: Callable[[Tensor], Any] = operator.attrgetter("_post_accumulate_grad_hooks")
 """The hooks called once a leaf's ``.grad`` has been added to, or ``None``."""
 
+_handles = _needed("torch.utils.hooks:RemovableHandle")
+next_hook: Callable[[], int] = partial(getattr, _handles, "next_id")
+"""The number of the next hook that anyone registers."""
+
 _needed("_base", Tensor)
 base_of: Callable[[Tensor], Tensor | None] = operator.attrgetter("_base")
 """The tensor that a tensor is a view of, or ``None``."""
@@ -211,12 +215,6 @@ if TYPE_CHECKING:
     NormBase: TypeAlias = _NormBase
 else:
     BatchNorm, NormBase = nn.BatchNorm1d.__mro__[1:3]
-
-WEIGHT_SETTERS: tuple[Any, ...] = (
-    _or((), "torch.nn.utils.weight_norm:WeightNorm"),
-    _or((), "torch.nn.utils.spectral_norm:SpectralNorm"),
-)
-"""The classes, deprecated ones, of the hooks that set a module's weight before each forward."""
 
 is_lazy: Callable[[Any], bool] = _or(
     lambda x: isinstance(x, nn.UninitializedParameter | nn.UninitializedBuffer),

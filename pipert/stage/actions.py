@@ -23,6 +23,7 @@ from torch import Tensor
 
 from pipert._torch import node_count
 from pipert._typing import Value
+from pipert.autograd.hooks import hiding_partial_gradients
 from pipert.autograd.weight_gradients import compute_deferred
 from pipert.batch.tensors import differentiable
 from pipert.layers.call import Compute
@@ -87,9 +88,11 @@ def weight_gradients(stage: Stage, i: int, _: Value) -> None:
     cut, notifier = stage.step_boundary, stage.run.notifier
     assert cut is not None
     later = cut.deferred.pop(i, [])
+    leaves = [leaf for use in later for leaf in use.leaves]
+    compute = partial(hiding_partial_gradients, leaves, compute_deferred)
     action, is_recorded = Action(WEIGHT, i, stage.place.j), notifier.recorder is not None
     with notifier.recorded(action, stage.place.device) if is_recorded else NOTHING:
-        found = stage.layers.backward(i, compute_deferred, later, kind=WEIGHT)  # hooks may draw
+        found = stage.layers.backward(i, compute, later, kind=WEIGHT)  # hooks may draw
         cut.gradients.add(*found)
 
 
