@@ -141,6 +141,10 @@ gradient has arrived on a GPU."""
 will_execute: Callable[[Any], bool] = _or(lambda _: True, "torch._C:_will_engine_execute_node")
 """Whether the current backward executes a node. The fallback computes what nobody asked for."""
 
+COMPILED_KEY = "_compiled_autograd_key"
+"""The method of a function that compiled autograd calls before it captures a graph with it."""
+_needed(COMPILED_KEY, torch.autograd.Function)
+
 keeps_graph: Flag = _or(lambda: True, "torch._C:_autograd._get_current_graph_task_keep_graph")
 """Whether the current backward retains the graph. The fallback frees memory later."""
 

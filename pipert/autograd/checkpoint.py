@@ -29,9 +29,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from pipert._torch import keeps_graph, will_execute
+from pipert._torch import COMPILED_KEY, keeps_graph, will_execute
 from pipert._typing import Tensors
 from pipert.autograd.engine import applied
+from pipert.errors import TransformError
 
 
 class Differentiated(Protocol):
@@ -102,6 +103,16 @@ class _Recompute(torch.autograd.Function):
         return (None, *grads)
 
 
+def _refuse_compiled(_: object) -> None:
+    """Refuse compiled autograd, which would trace the recomputation inside of the backward."""
+    raise TransformError(
+        "a backward under compiled autograd came to what is recomputed, which it cannot capture; "
+        "leave compiled autograd out, or use checkpoint='never'"
+    )
+
+
+for _function in (_Checkpoint, _Recompute):
+    setattr(_function, COMPILED_KEY, staticmethod(_refuse_compiled))
 _apply_checkpoint, _apply_around_functions = applied(_Checkpoint), applied(_CheckpointOfFunctions)
 _apply_recompute = applied(_Recompute)
 
