@@ -318,7 +318,7 @@ class Segment:
             needed = list(map(operator.and_, needed, are_needed(ctx.next_functions)))
         wanted: list[Any] = [*compress((*graph.xs, *ctx.leaves), needed)]
         if in_step is not None and not create_graph:
-            found = in_step(ys, wanted, gradients)
+            found = in_step(ctx, ys, wanted, gradients)
         else:
             found = hiding_partial_gradients(
                 ctx.leaves, differentiate, ys, wanted, gradients, create_graph=create_graph

@@ -19,6 +19,7 @@ from pipert.autograd.engine import differentiate
 from pipert.autograd.hooks import hiding_partial_gradients
 from pipert.autograd.leaves import Behind, accumulators, is_in_python, leaves_behind
 from pipert.autograd.weight_gradients import Deferral
+from pipert.autograd.weight_uses import is_free_of_hooks
 from pipert.batch.tensors import alone
 from pipert.layers.nested_checkpoint import refuse_reentrant_checkpoint
 from pipert.stage.gradients import Gradients as Sums
@@ -96,13 +97,15 @@ _node: Callable[[Any], Any] = attrgetter("node")
 
 
 def differentiate_recomputed(
-    cut: StepBoundary, i: int, ys: Sequence[Any], wanted: Sequence[Any], dys: Sequence[Tensor]
+    cut: StepBoundary, i: int, node: Any, ys: Edges, wanted: Sequence[Any], dys: Sequence[Tensor]
 ) -> Gradients:
     """Return the gradients of what a recomputed call of a layer began with, inside of ``B[i,j]``.
 
-    Those that ``W[i,j]`` will compute are left out.
+    Those that ``W[i,j]`` will compute are left out; none if hooks see what the call's ``node``
+    returns.
     """
-    if i not in cut.deferred:  # none is, or a stored tensor goes back when the step is over
+    # Or there is no W, or a stored tensor goes back when the step is over.
+    if i not in cut.deferred or not is_free_of_hooks(node):
         return differentiate(ys, wanted, dys)
     ends = list(map(_node, ys))
     begins = {one.node for one in wanted if not isinstance(one, Tensor)}
