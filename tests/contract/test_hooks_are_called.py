@@ -5,12 +5,15 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import pipert
+from pipert import RecomputationError
 from tests.contract.ways import (
     CALL,
     SCHEDULES,
@@ -299,4 +302,47 @@ def test_hooks_of_activations_see_those_of_their_micro_batch(way: Way) -> None:
     plain = copy.deepcopy(module)
     step(module, way, x)
     plain_step(plain, x)
+    same(grads_of(module), grads_of(plain))
+
+
+REGISTER: dict[str, Callable[[Any, Any], Any]] = {
+    "full": lambda layer, hook: layer.register_full_backward_hook(hook),
+    "before": lambda layer, hook: layer.register_full_backward_pre_hook(partial(hook, _=0)),
+    "not full": lambda layer, hook: layer.register_backward_hook(hook),
+    "of all modules": lambda _, hook: nn.modules.module.register_module_full_backward_hook(hook),
+    "forward": lambda layer, hook: layer.register_forward_hook(lambda _, x, y: y * 2),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Using a non-full backward hook:FutureWarning")
+@pytest.mark.parametrize("kind", [pipert.Pipe, pipert.pipeline])
+@pytest.mark.parametrize("is_added", [False, True], ids=["removed", "added"])
+@pytest.mark.parametrize("hook", REGISTER)
+def test_a_module_s_hook_of_the_forward_alone_or_of_its_recomputation_alone_is_refused(
+    hook: str, is_added: bool, kind: Any
+) -> None:
+    def double(module: object, dxs: Any, _: object) -> tuple[Tensor | None, ...]:
+        return tuple([None if dx is None else dx * 2 for dx in dxs])
+
+    module, x = not_in_place(), batch(7, requires_grad=True)
+    register = partial(REGISTER[hook], module[2], double)
+    cuts = [2, 3] if kind is pipert.Pipe else ["2"]
+    with kind(module, cuts, devices=["cpu"] * 2, chunks=3, checkpoint="always") as pipe:
+        if not is_added:
+            handle = register()
+        loss = mean(pipe(x), None)
+        if is_added:
+            handle = register()
+        else:
+            handle.remove()
+        try:
+            with pytest.raises(RecomputationError, match="checkpoint='never'"):
+                loss.backward()
+        finally:
+            handle.remove()
+        module.zero_grad()
+        mean(pipe(x), None).backward()
+    plain = not_in_place()
+    plain.load_state_dict(module.state_dict())
+    mean(plain(x), None).backward()
     same(grads_of(module), grads_of(plain))
