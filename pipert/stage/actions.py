@@ -53,11 +53,8 @@ def forward(stage: Stage, i: int, x: Value) -> Value:
 def compute(stage: Stage, i: int, segments: Segments | None, x: Value) -> Value:
     """Compute the layers, checkpointed or not, and in the last stage of a step the loss."""
     with NOTHING if stage.stats is None else stage.stats.collecting():
-        if stage.shared:
-            y = stage.layers.forward(i, segments, x, partial(_watched, stage))
-            stage.propagate_aliases(i, stage.shared)
-        else:
-            y = stage.layers.forward(i, segments, x)
+        watch = partial(_watched, stage) if stage.shared else None
+        y = stage.layers.forward(i, segments, x, watch)
     return y if stage.loss is None else stage.loss(i, y)
 
 
@@ -97,9 +94,9 @@ def weight_gradients(stage: Stage, i: int, _: Value) -> None:
 
 
 def _watched(stage: Stage, compute: Compute, x: Value) -> Value:
-    """Compute layers; refuse changes of tensors in ``x`` that share memory, and note those left."""
+    """Compute layers; refuse changes of tensors in ``x``, the first value, that share memory."""
     shared, stage.shared = stage.shared, {}
-    return compute_watching(shared, stage.shared.update, compute, x)
+    return compute_watching(shared, compute, x)
 
 
 def compute_recorded(stage: Stage, i: int, segments: Segments | None, x: Value) -> Value:
