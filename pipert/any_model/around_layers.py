@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipert._torch import BatchNorm, NormBase, tensor_hooks
+from pipert._torch import BatchNorm, NormBase
 from pipert._typing import Value
 from pipert.any_model.boundary_tensors import memory_of
 from pipert.any_model.checkpointed_calls import checkpointed_call
@@ -64,7 +64,7 @@ class ModelRun:
     copies_tensors: bool = field(init=False)
     """Whether tensors may have to be copied to a device, at least the arguments."""
     parameters: ParameterCopies | None = field(init=False)
-    """The copies of parameters on another device, or with hooks; ``None`` if none may need one."""
+    """The copies of parameters and buffers on another device; ``None`` if none may need one."""
     inspection: Inspection | None = None
     """Compares what micro-batches set on modules, in some of the runs."""
     first_node: int = field(init=False)
@@ -72,13 +72,10 @@ class ModelRun:
 
     def __post_init__(self) -> None:
         self.copies_tensors = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        self.parameters = copies = None
-        if self.copies_tensors or self.step is not None:
-            copies = ParameterCopies(self.layers.shared_buffers if self.copies_tensors else ())
-            own = copies.tensors_of(self.module)
-            if self.copies_tensors or any(map(tensor_hooks, own)):
-                self.parameters = copies
-                copies.note_versions(own)
+        self.parameters = None
+        if self.copies_tensors:
+            self.parameters = ParameterCopies(self.layers.shared_buffers)
+            self.parameters.note_versions(self.parameters.tensors_of(self.module))
         self.first_node = max(self.run.first_node, self.run.plan.m)
 
     def refuse_shared_norms(self, layer: ModelLayer, j: int) -> None:
@@ -263,11 +260,10 @@ class AroundLayers:
             call = partial(call_compiled, call)
         if shared.parameters is not None:
             modules = [x for x in (*args, *kwargs.values()) if isinstance(x, nn.Module)]
-            if shared.copies_tensors:
-                for used in (layer, *filter(None, map(shared.layers.get, modules))):
-                    shared.layers.move_on_first_call(used, stage)
-                    if shared.inspection is not None:  # of changes, which a move is not
-                        shared.inspection.note_call(used.module)
+            for used in (layer, *filter(None, map(shared.layers.get, modules))):
+                shared.layers.move_on_first_call(used, stage)
+                if shared.inspection is not None:  # of changes, which a move is not
+                    shared.inspection.note_call(used.module)
             layers = [layer.module, *modules]
             call = shared.parameters.wrap(stage.place.j, layers, call, self._copy_of)
         # What works in place, in torch.utils.checkpoint or in a transform, keeps what it saves.
@@ -287,8 +283,7 @@ class AroundLayers:
     def _copy_of(self, weight: Tensor) -> Tensor:
         """Return the copy of a parameter or buffer in the current partition, or itself."""
         stage, copies = self._stage, self._model_run.parameters
-        has_hook = self._model_run.step is not None and bool(tensor_hooks(weight))
-        if copies is None or weight.device == stage.place.device and not has_hook:
+        if copies is None or weight.device == stage.place.device:
             return weight
         return copies.copy_of(weight, stage.place.j, partial(stage.boundary.copy_weight, self._i))
 

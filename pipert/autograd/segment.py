@@ -41,11 +41,17 @@ from pipert.autograd.checkpoint import (
     Gate,
     are_needed,
     connect_inputs,
-    differentiate_partially,
     proxy_of,
     through_checkpoint,
 )
-from pipert.autograd.hooks import DropSaved, Hooks, refuse, refuse_transform
+from pipert.autograd.engine import differentiate
+from pipert.autograd.hooks import (
+    DropSaved,
+    Hooks,
+    hiding_partial_gradients,
+    refuse,
+    refuse_transform,
+)
 from pipert.autograd.leaves import origins
 from pipert.batch.tensors import describe, differentiable, tensors_of, versions
 from pipert.errors import RecomputationError
@@ -312,9 +318,11 @@ class Segment:
             needed = list(map(operator.and_, needed, are_needed(ctx.next_functions)))
         wanted: list[Any] = [*compress((*graph.xs, *ctx.leaves), needed)]
         if in_step is not None and not create_graph:
-            found = in_step(ys, wanted, gradients)
+            found = in_step(ctx, ys, wanted, gradients)
         else:
-            found = differentiate_partially(ctx.leaves, ys, wanted, gradients, create_graph)
+            found = hiding_partial_gradients(
+                ctx.leaves, differentiate, ys, wanted, gradients, create_graph=create_graph
+            )
         gate.is_open = True
         rest = iter(found)
         return [next(rest) if is_needed else None for is_needed in needed]

@@ -147,7 +147,6 @@ class PipeBase(Settings):
         deferred = self._deferred_batch_norm and not is_recomputing()
         stats = DeferredStats(self._runtime.model.norm_parts) if deferred else None
         checkpointed = recomputed_in_each(self.checkpoint, len(inputs), len(self._partitions))
-        refuse_compilation(recomputes=any(checkpointed))
         with self._left.inspect_what_is_left(len(inputs) > 1 and torch.is_grad_enabled()):
             found = self._runtime.call(inputs, checkpointed, stats, seconds, function)
         outputs = gather(found, sizes, join_numbers)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from pipert._torch import next_hook
 from pipert._typing import Tensors, Value
 from pipert.autograd.leaves import leaves_behind
 from pipert.batch.joining import gather
@@ -33,6 +34,8 @@ class Step:
     beside: Callable[[], Iterable[Tensor]] = tuple
     """Returns parameters of no partition: those of the model's own code and of the loss."""
     ledger: Ledger = field(default_factory=Ledger)
+    first_hook: int = field(default_factory=next_hook)
+    """Hooks registered in the step have numbers from this on."""
     losses: dict[int, Tensor] = field(default_factory=dict)
     """What each micro-batch adds to the loss of the mini-batch, or to its sum."""
     outputs: dict[int, Value] = field(default_factory=dict)

@@ -128,6 +128,35 @@ def test_a_hook_of_the_node_of_a_use_changes_the_gradient_of_the_weight(before: 
     same(grads_of(layers), expected)
 
 
+class HooksItsHead(nn.Module):
+    """Its own code doubles the gradients that the node of its head's output gets or returns."""
+
+    def __init__(self, before: bool) -> None:
+        super().__init__()
+        self.body, self.head, self.before = linear(3, 3), linear(3, 3), before
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.head(self.body(x).tanh())
+        hook = y.grad_fn.register_prehook if self.before else y.grad_fn.register_hook
+        hook(lambda dys, *_: tuple([None if dy is None else 2 * dy for dy in dys]))
+        return y
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+@pytest.mark.parametrize("before", [False, True])
+def test_a_hook_of_the_node_of_a_layer_s_output_changes_the_gradients_of_all_its_weights(
+    before: bool, checkpoint: str
+) -> None:
+    model, plain = HooksItsHead(before), HooksItsHead(before)
+    plain.load_state_dict(model.state_dict())
+    x = torch.randn(6, 3, dtype=torch.float64)
+    torch.autograd.backward(mean(plain(x), None))
+    options: Any = {"devices": ["cpu"] * 2, "chunks": 3, "checkpoint": checkpoint}
+    with pipert.pipeline(model, ["head"], **options) as pipe:
+        pipe.forward_backward(x, loss_fn=mean, schedule="zb-h1")
+    same(grads_of(model), grads_of(plain))
+
+
 def test_uses_in_a_graph_of_the_caller_s_are_not_put_off() -> None:
     """Several tasks may go through it at once."""
     callers, own = linear(3, 3), linear(3, 3)
