@@ -28,7 +28,7 @@ from pipert.layers.random_numbers import RunSeed, TaskRng, current_task
 from pipert.layers.segments import Segments
 from pipert.layers.snapshot import Snapshot
 from pipert.observe.notifier import Notifier
-from pipert.schedules.action import BACKWARD, FORWARD, RECOMPUTE, Action
+from pipert.schedules.action import FORWARD, RECOMPUTE, Action
 from pipert.skip.routes import PartitionSkips
 from pipert.skip.store import of_task
 from pipert.workers.context import NOTHING, CallerContext
@@ -239,12 +239,6 @@ class Layers:
         """Iterate over the parameters of the layers."""
         return self._partition.parameters()
 
-    def backward(
-        self, i: int, differentiate: Callable[..., Value], *args: Any, kind: str = BACKWARD
-    ) -> Value:
-        """Call ``differentiate(*args)``: ``B[i,j]`` of a step, or ``W[i,j]``."""
-        return differentiate(*args)
-
     def note_of_call(self, i: int, layer: str, args: Any, kwargs: dict[str, Any]) -> str:
         """Return the note for an error that ``layer`` raised: where it was, and its input."""
         given = args[0] if len(args) == 1 and not kwargs else (*args, kwargs) if kwargs else args
@@ -281,10 +275,3 @@ class RandomLayers(Layers):
         place = self._place
         with TaskRng(self._seed, place.number(i), place.device, (FORWARD, place.j)):
             return super().forward(i, *args)
-
-    def backward(
-        self, i: int, differentiate: Callable[..., Value], *args: Any, kind: str = BACKWARD
-    ) -> Value:
-        place, number = self._place, self._place.number_of_backward(i)
-        with TaskRng(self._seed, number, place.device, (kind, place.j), is_backward=True):
-            return differentiate(*args)
