@@ -269,7 +269,7 @@ class AroundLayers:
             compute = partial(stage.layers.call_layer, self._i, layer.module, layer.name, call)
             drawing = self._rng.replay_from_here() if shared.draws else None
             return checkpointed_call(self._segments, layer.name, compute, drawing, args, kwargs)
-        return stage.layers.call_locked(layer.module, call, *args, **kwargs)
+        return call(*args, **kwargs)
 
     def note_of_call(self, layer: ModelLayer, args: Any, kwargs: dict[str, Any]) -> str:
         """Return the note for an error that ``layer`` raised."""
