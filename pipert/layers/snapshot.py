@@ -19,7 +19,6 @@ from pipert.errors import RecomputationError
 from pipert.layers.buffers import Buffers
 from pipert.layers.modules import modules_of
 from pipert.layers.never_recompute import is_exempt
-from pipert.layers.random_numbers import initialise_apart
 
 Parameters = dict[str, nn.Parameter | None]
 Place = tuple[Parameters, str, nn.Parameter | None]
@@ -82,9 +81,7 @@ class Snapshot:
             self._parameters += parameters.values()
             return
         for name, parameter in parameters.items():
-            if parameter is not None and is_lazy(parameter):  # until the first call
-                initialise_apart(part)
-            else:
+            if parameter is None or not is_lazy(parameter):  # until the first call
                 is_dict = isinstance(parameters, dict)  # not that of a scripted module
                 self._dicts.append(parameters if is_dict else {name: parameter})
                 self._names.append(name)
