@@ -61,9 +61,6 @@ from pipert.workers.context import refuse_transforms
 
 _log = logging.getLogger("pipert")
 
-when_made: list[Callable[[PipeBase], None]] = []
-"""Functions to call with each new pipe; for programs that run others, such as ``traced_script``."""
-
 
 class PipeBase(Settings):
     """A model on its devices, and the threads that run it; its arguments are ``Pipe``'s."""
@@ -84,8 +81,6 @@ class PipeBase(Settings):
         # The pool's method: a finalizer must not reference the object that it is for.
         self._stop = weakref.finalize(self, self._runtime.pool.stop)
         self._stop.atexit = False
-        for tell in when_made:
-            tell(self)
 
     @property
     def devices(self) -> list[torch.device]:
