@@ -101,7 +101,7 @@ class AnyModel:
         return stages
 
     def _refuse_changes(self) -> None:
-        """Refuse a model whose cuts were replaced or compiled, so that no partition would begin.
+        """Refuse a model of which cuts, or modules around them, were replaced or compiled.
 
         Other layers that are put into the model later run like its own code.
 
@@ -113,6 +113,8 @@ class AnyModel:
             for name, cut in self._begun.items()
             if lookup(self.module, name) is not cut or cut is None or is_unseen(cut)
         ]
+        around = self.layers.around - {self.module}
+        found += [type(module).__name__ for module in around if is_unseen(module)]
         if found:
             raise RuntimeError(
                 f"the modules {found} were replaced or compiled after the pipe was made, so no "

@@ -23,8 +23,10 @@ from __future__ import annotations
 import copy
 import inspect
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +37,14 @@ from pipert.any_model.added_losses import Before, LossCheck, LossesAddUp, Losses
 from pipert.batch.joining import JoinNumbers
 from pipert.batch.microbatch import Replicate
 from pipert.batch.tensors import describe, tensors_of
-from pipert.layers.intercepted import Guest, calls_of, here, intercept, release, route_of
+from pipert.layers.intercepted import (
+    Guest,
+    calls_of,
+    here,
+    intercept,
+    is_unseen,
+    release,
+)
 
 
 class Runs(Protocol):
@@ -50,6 +59,9 @@ class Runs(Protocol):
         self, call: Callable[..., Value], args: Any, kwargs: dict[str, Any],
         why_in_one: str, join_numbers: JoinNumbers, seconds: float | None,
     ) -> Value: ...  # fmt: skip
+
+
+_routed: WeakKeyDictionary[nn.Module, weakref.ref[Routed]] = WeakKeyDictionary()
 
 
 class Routed(Guest):
@@ -70,8 +82,12 @@ class Routed(Guest):
         module.__dict__["forward"] = self
         intercept([module])
         calls_of(module).route = self
+        _routed[module] = weakref.ref(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():  # as in ``Calls``
+            disable: Any = torch.compiler.disable
+            return disable(self.__call__)(*args, **kwargs)
         if self.is_outside():
             return self.send(self._plain(), *args, **kwargs)
         if self._pipe is not None and self._pipe.splits_or_recomputes():
@@ -114,12 +130,6 @@ class Routed(Guest):
 
     def send(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Call the module through its pipe; ``call`` calls it for each micro-batch."""
-        run = self._run
-        if torch.compiler.is_dynamo_compiling():
-            run = torch.compiler.disable(run)  # type: ignore[no-untyped-call]
-        return run(call, args, kwargs)
-
-    def _run(self, call: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         pipe, first = self._pipe, _first_tensor((*args, *kwargs.values()))
         if pipe is None:  # closed in this moment
             return call(*args, **kwargs)
@@ -173,7 +183,7 @@ class Routed(Guest):
                 f"{type(self._module).__name__} with labels runs in one micro-batch of "
                 f"{pipe.chunks} asked for, because {_UNKNOWN_LOSS}; take a step with "
                 "pipe.forward_backward(step=...), or compute the loss from outputs without labels",
-                stacklevel=6,
+                stacklevel=5,
             )
             self._has_warned = True
 
@@ -239,7 +249,8 @@ class Routed(Guest):
         if self._pipe is None:
             return
         self._pipe = None
-        calls_of(self._module).route = None
+        if not is_unseen(self._module):
+            calls_of(self._module).route = None
         release([self._module])
         if self._module.__dict__.get("forward") is self:
             del self._module.__dict__["forward"]
@@ -253,8 +264,8 @@ class Routed(Guest):
 
 def pipe_of(model: nn.Module) -> Any:
     """Return the pipe that a model, or one inside it, is in; ``None`` if it is in none."""
-    routes = map(route_of, model.modules())
-    pipes = [route._pipe for route in routes if isinstance(route, Routed)]
+    routes = [_routed[module]() for module in model.modules() if module in _routed]
+    pipes = [routed._pipe for routed in routes if routed is not None]
     return next((pipe for pipe in pipes if pipe is not None), None)
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Container, Iterable
 from functools import partial
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 
 from pipert._torch import COMPILED_CALL, plain_call
@@ -97,9 +98,12 @@ class Calls(Guest):
         self.users = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        route = self.route  # the pipe may be closed meanwhile
+        if route is not None and torch.compiler.is_dynamo_compiling():  # it would see no layers
+            disable: Any = torch.compiler.disable
+            return disable(self.__call__)(*args, **kwargs)
         module: Any = self._module()
         call = self.own or plain_call(module)
-        route = self.route  # the pipe may be closed meanwhile
         interceptor = here.interceptor  # may be of another pipe, of which the module is a layer
         if route is not None and route.is_outside():
             call = partial(route.send, call)
@@ -123,12 +127,6 @@ def calls_of(module: nn.Module) -> Calls:
         calls = module.__dict__[COMPILED_CALL] = Calls(module)
         module.__dict__["__getstate__"] = _State(module)
     return calls
-
-
-def route_of(module: nn.Module) -> Route | None:
-    """Return where calls of a module go that are made outside of its pipe, if it is in one."""
-    calls = module.__dict__.get(COMPILED_CALL)
-    return calls.route if isinstance(calls, Calls) else None
 
 
 def release(modules: Iterable[nn.Module]) -> None:

@@ -108,6 +108,56 @@ def test_a_compiled_model_goes_through_the_pipe() -> None:
             assert runs(pipe) == 1
 
 
+class Residual(Model):
+    """Adds a tensor of the first partition in the last, in its own code."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        before: Tensor = self.encoder.blocks[0](x)
+        return before.sum(1, True) + super().forward(x)
+
+
+WAYS: dict[str, Callable[[Any, Any, Tensor], Tensor]] = {
+    "call": lambda model, _, x: model(x),
+    "pipe": lambda _, pipe, x: pipe(x),
+    "step": lambda _, pipe, x: pipe.forward_backward(
+        x, loss_fn=lambda y, _: y.square().sum(), reduction="sum"
+    ),
+    "step that calls it": lambda model, pipe, x: pipe.forward_backward(
+        microbatches=x.chunk(2), step=lambda x: model(x).square().sum(), reduction="sum"
+    ),
+}
+
+
+@pytest.mark.usefixtures("forget_compiled")
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_model_that_is_compiled_later_gives_the_plain_gradients(way: str, in_place: bool) -> None:
+    torch.manual_seed(1)
+    model, x = Residual(), rows()
+    plain = copy.deepcopy(model)
+    plain(x).square().sum().backward()
+    with a_pipe(model) as pipe:
+        called: Any = model if in_place else torch.compile(model, backend="eager")
+        if in_place:
+            model.compile(backend="eager")
+        y = WAYS[way](called, pipe, x)
+        if y.requires_grad:
+            y.square().sum().backward()  # type: ignore[no-untyped-call]
+        assert runs(pipe) == 1 and pipe_of(model) is pipe
+    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad, rtol=1e-12, atol=0)
+    left = [value for module in model.modules() for value in vars(module).values()]
+    assert not [value for value in left if type(value).__module__.startswith("pipert.")]
+
+
+def test_a_module_around_a_cut_that_is_compiled_later_is_refused() -> None:
+    model = a_model()
+    with a_pipe(model) as pipe:
+        model.encoder.compile(backend="eager")
+        with pytest.raises(RuntimeError, match=r"\['Encoder'\] were replaced or compiled after"):
+            pipe(rows())
+
+
 def test_hooks_of_the_model_are_called_for_each_micro_batch() -> None:
     model, x, seen = a_model(), rows(), list[int]()
     model.register_forward_hook(lambda _, args, y: seen.append(len(args[0])) or y + 1)
