@@ -249,6 +249,10 @@ else:
     pytree = _needed("torch.utils:_pytree")
 _needed("torch.utils._pytree:SUPPORTED_NODES")
 
+# Meta tensors to which the casts of a device apply
+FakeTensor: Any = _needed("torch._subclasses.fake_tensor:FakeTensor")
+FakeTensorMode: Any = _needed("torch._subclasses.fake_tensor:FakeTensorMode")
+
 # Modes of a thread --------------------------------------------------------------------------------
 
 function_modes: Get = _needed("torch.overrides:_get_current_function_mode_stack")
