@@ -87,7 +87,7 @@ class Pipelined(_Base):  # type: ignore[misc,unused-ignore]
                 setattr(one, name, False)
         self._pipe_schedule = schedule
         self._pipe_kept: list[tuple[Any, Any, Tensor]] = []
-        self._pipe_splits, self._pipe_steps = True, 0
+        self._pipe_splits, self._pipe_is_clear, self._pipe_steps = True, False, 0
         super().__init__(*args, **kwargs)
         self._check_pipe()
         if recomputes:
@@ -170,7 +170,8 @@ class Pipelined(_Base):  # type: ignore[misc,unused-ignore]
         parts = [self._pipe_parts(inputs, number) for inputs, number, _ in kept]
         microbatches = [(k, part) for k, each in enumerate(parts) for part in each]
         losses: list[list[Tensor]] = [[] for _ in kept]
-        is_due = len(microbatches) > len(kept) and self._pipe_steps & (self._pipe_steps - 1) == 0
+        is_due = not self._pipe_is_clear or self._pipe_steps & (self._pipe_steps - 1) == 0
+        is_due &= len(microbatches) > len(kept)
 
         def step(microbatch: tuple[int, Any]) -> Tensor:
             k, inputs = microbatch
@@ -214,6 +215,7 @@ class Pipelined(_Base):  # type: ignore[misc,unused-ignore]
         else:
             labels = arguments.get("labels")
             check.compare(loss, lambda n: self.compute_loss_func(output, labels, n))
+        self._pipe_is_clear |= check.is_clear
         return loss
 
     def _pipe_parts(self, inputs: Any, number: Tensor | int | None) -> Sequence[Any]:

@@ -69,9 +69,10 @@ class LossesAddUp:
         self._calls += 1
         return items.kind not in self._known or self._calls & (self._calls - 1) == 0
 
-    def note(self, items: NumberOfItems, adds_up: bool) -> None:
-        """Remember what a check has found."""
-        self._known[items.kind] = adds_up
+    def note(self, items: NumberOfItems, adds_up: bool, check: LossCheck) -> None:
+        """Remember what a check has found, if it is clear."""
+        if check.is_clear or not adds_up:
+            self._known[items.kind] = adds_up
 
     def take_step(
         self, model: Any, arguments: Mapping[str, Any], call: StepCall,
@@ -91,10 +92,10 @@ class LossesAddUp:
         try:
             found = take(added._replace(target=target, loss_fn=check.own_loss))
         except LossesDoNotAddUp:
-            self.note(items, False)
+            self.note(items, False, check)
             before.restore()
             return take(call if items.is_counted else call._replace(chunks=1))
-        self.note(items, True)
+        self.note(items, True, check)
         return found
 
 
@@ -123,6 +124,9 @@ class LossCheck:
         model: the model.
         items: what divides the loss.
     """
+
+    is_clear = False
+    """Whether a comparison has shown that losses add up; a loss of no labels shows nothing."""
 
     def __init__(self, model: nn.Module, items: NumberOfItems) -> None:
         self._model, self._items = model, items
@@ -188,6 +192,7 @@ class LossCheck:
             divides = torch.isclose(other, expected, 100 * rtol, 1e-12, equal_nan=True)
             if not (bool(is_same) and bool(divides)):
                 raise LossesDoNotAddUp
+            self.is_clear = bool(expected.isfinite() & (expected != 0))
 
 
 def takes_number(model: Any) -> bool:

@@ -51,7 +51,7 @@ from torch import nn
 from pipert._typing import Value
 from pipert.any_model.around_layers import AroundLayers, ModelRun
 from pipert.any_model.hand_off import POLL, HandOff
-from pipert.batch.microbatch import Arguments, explain_keywords
+from pipert.batch.microbatch import Arguments, explain_mapping
 from pipert.errors import PipeClosedError, PipertError, add_note
 from pipert.layers.intercepted import here
 from pipert.layers.phase import begin_microbatch, end_microbatch
@@ -162,7 +162,7 @@ class MicroBatchForward:
                 self._stage.place.note(error, Action(FORWARD, self.i, self.j))
             if type(error).__module__.startswith("torch._dynamo"):
                 add_note(error, lambda: _COMPILED)
-            explain_keywords(error, x, self._function)
+            explain_mapping(error, x, self._function)
             raise
         finally:
             end_microbatch()

@@ -168,13 +168,13 @@ class Routed(Guest):
                 _refuse_numbers if items is None else _Sum(), seconds,
             )  # fmt: skip
         except LossesDoNotAddUp:
-            if items is None or before is None:
+            if items is None or before is None or check is None:
                 raise
-            self.losses.note(items, False)
+            self.losses.note(items, False, check)
             before.restore()
             return self.run_in(pipe, call, args, kwargs, seconds)  # in one micro-batch
         if check is not None and items is not None:
-            self.losses.note(items, True)
+            self.losses.note(items, True, check)
         return y
 
     def _warn_of_loss(self, pipe: Runs) -> None:

@@ -151,7 +151,8 @@ def measure_calls(
         try:
             then(model(*args, **kwargs))
         except TypeError as error:
-            explain_keywords(error, example)
+            if kwargs:
+                explain_keywords(error)
             raise
         calls.end_own_code(())
     return calls.costs()

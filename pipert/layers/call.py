@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from pipert._typing import Value
-from pipert.batch.microbatch import Arguments, explain_keywords
+from pipert.batch.microbatch import Arguments
 from pipert.batch.tensors import Carried, describe
 from pipert.errors import add_note
 from pipert.layers.compiling import call_compiled, is_compiled
@@ -152,7 +152,6 @@ class Layers:
             return value if store is None else Carried(value, store.entries())
         except BaseException as error:
             add_note(error, partial(self._note_of_layer, i, done, value))
-            explain_keywords(error, value)
             raise
         finally:
             if store is not None:

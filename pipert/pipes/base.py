@@ -21,6 +21,7 @@ from pipert.batch.microbatch import (
     arguments_of,
     as_value,
     batch_of_step,
+    explain_keywords,
     ready,
     scatter_with_sizes,
 )
@@ -131,7 +132,11 @@ class PipeBase(Settings):
             if len(args) != 1 or kwargs:
                 raise TypeError("a pipe without layers takes one positional argument")
             return args[0]
-        return self._call(args, kwargs, self._chunks, seconds)
+        try:
+            return self._call(args, kwargs, self._chunks, seconds)
+        except TypeError as error:
+            explain_keywords(error, OF_CALLS)
+            raise
 
     def _call(
         self, args: Any, kwargs: dict[str, Any], chunks: int, seconds: float | None,
@@ -265,6 +270,7 @@ class PipeBase(Settings):
         except TypeError as error:
             if step is not None and microbatches is None and not (args or kwargs):
                 error.add_note("step got no micro-batch; give microbatches, or arguments to split")
+            explain_keywords(error, OF_STEPS if microbatches is None else ())
             if loss_fn is own_loss and any(map(callable, args)):
                 error.add_note(NO_LOSS_FN)
             raise

@@ -15,6 +15,7 @@ from pipert._typing import Device, Value
 from pipert.any_model.model import AnyModel
 from pipert.any_model.routed import Routed
 from pipert.batch.joining import JoinNumbers
+from pipert.batch.microbatch import explain_keywords
 from pipert.layers.batchnorm import check_batch_norm
 from pipert.model.calls import order_of_calls
 from pipert.model.cuts import check_cuts, homes, homes_outside_of_layers, layers_of
@@ -144,7 +145,11 @@ class ModulePipe(PipeBase):
         """
         refuse_keywords_of(self.module, {"timeout": timeout}, len(args))
         refuse_misspelt(self.module, kwargs, OF_CALLS)
-        return self._routed.run_in(self, self.module, args, kwargs, timeout)
+        try:
+            return self._routed.run_in(self, self.module, args, kwargs, timeout)
+        except TypeError as error:
+            explain_keywords(error, OF_CALLS)
+            raise
 
     def _take_step(self, call: StepCall, seconds: float | None) -> Any:
         take = partial(super()._take_step, seconds=seconds)
