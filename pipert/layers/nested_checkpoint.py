@@ -12,6 +12,7 @@ from pipert._torch import top_hooks
 from pipert.errors import NestedCheckpointError
 
 _CHECKPOINT = torch.utils.checkpoint.__name__
+_REENTRANT = torch.utils.checkpoint.CheckpointFunction.forward.__code__
 # The file that calls the layers. Frames further out are no layer's: the pipe itself may be inside
 # a checkpoint.
 _CALL = os.path.join(os.path.dirname(__file__), "call.py")
@@ -21,6 +22,19 @@ def is_in_checkpoint() -> bool:
     """Whether a ``torch.utils.checkpoint`` around this code will recompute what operations save."""
     hooks: Any = top_hooks(True)
     return hooks is not None and getattr(hooks[0], "__module__", "") == _CHECKPOINT
+
+
+def checkpoint_around() -> object:
+    """Return what stands for the ``torch.utils.checkpoint`` that runs this code, or ``None``.
+
+    Call it where gradients are enabled but for a reentrant one, which disables them.
+    """
+    if is_in_checkpoint():
+        return top_hooks(True)[0]
+    frame = None if torch.is_grad_enabled() else inspect.currentframe()
+    while frame is not None and frame.f_code is not _REENTRANT:
+        frame = frame.f_back
+    return frame and frame.f_locals["ctx"]
 
 
 def refuse_reentrant_checkpoint(error: RuntimeError) -> None:
