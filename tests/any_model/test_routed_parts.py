@@ -88,6 +88,35 @@ def test_a_list_is_one_of_rows_only_if_each_has_a_container(output: Any, joined:
     assert type(found) is list and len(found) == joined
 
 
+@pytest.mark.parametrize("sizes", [[2, 2], [2, 1, 1], [1, 1, 1, 1], [3, 1]])
+@pytest.mark.parametrize(
+    "output",
+    [
+        lambda y: list(y.unsqueeze(-1).expand(-1, -1, 3)),  # LLaVA's features of images
+        lambda y: [row[: 3 + n] for row, n in zip(y, range(7), strict=False)],
+        lambda y: [(row[:5], {"score": row.sum()}) for row in y],
+        lambda y: {"of rows": [row[:3] for row in y], "features": [y] * 5, "sum": y},
+    ],
+)
+def test_a_list_of_rows_is_joined_alike_however_rows_are_split(
+    output: Callable[[Tensor], Any], sizes: list[int]
+) -> None:
+    y = torch.randn(4, 8)
+    found = gather([output(part) for part in torch.split(y, sizes)], sizes)
+    rows = found["of rows"] if isinstance(found, dict) else found
+    assert type(rows) is list and len(rows) == 4
+    if isinstance(found, dict):
+        assert torch.equal(found["sum"], y) and torch.equal(found["features"][0], y)
+        assert all(map(torch.equal, rows, y[:, :3]))
+
+
+def test_lists_with_as_many_entries_as_one_of_the_micro_batches_has_rows_are_features() -> None:
+    y = torch.randn(5, 8)
+    for sizes in ([2, 2, 1], [2, 1, 1, 1]):
+        found = gather([[part, {"of": part * 2}] for part in torch.split(y, sizes)], sizes)
+        assert torch.equal(found[0], y) and torch.equal(found[1]["of"], y * 2)
+
+
 def test_a_list_that_might_be_one_of_rows_is_refused() -> None:
     parts = torch.randn(4, 8).chunk(2)
     with pytest.raises(ValueError, match="list of 2 containers .* 2 rows, .* unclear"):
