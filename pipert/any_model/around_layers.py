@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipert._torch import BatchNorm, NormBase, tensor_hooks
+from pipert._torch import BatchNorm, NormBase
 from pipert._typing import Value
 from pipert.any_model.boundary_tensors import memory_of
 from pipert.any_model.checkpointed_calls import checkpointed_call
@@ -64,7 +64,7 @@ class ModelRun:
     copies_tensors: bool = field(init=False)
     """Whether tensors may have to be copied to a device, at least the arguments."""
     parameters: ParameterCopies | None = field(init=False)
-    """The copies of parameters on another device, or with hooks; ``None`` if none may need one."""
+    """The copies of parameters and buffers on another device; ``None`` if none may need one."""
     inspection: Inspection | None = None
     """Compares what micro-batches set on modules, in some of the runs."""
     first_node: int = field(init=False)
@@ -72,13 +72,10 @@ class ModelRun:
 
     def __post_init__(self) -> None:
         self.copies_tensors = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        self.parameters = copies = None
-        if self.copies_tensors or self.step is not None:
-            copies = ParameterCopies(self.layers.shared_buffers if self.copies_tensors else ())
-            own = copies.tensors_of(self.module)
-            if self.copies_tensors or any(map(tensor_hooks, own)):
-                self.parameters = copies
-                copies.note_versions(own)
+        self.parameters = None
+        if self.copies_tensors:
+            self.parameters = ParameterCopies(self.layers.shared_buffers)
+            self.parameters.note_versions(self.parameters.tensors_of(self.module))
         self.first_node = max(self.run.first_node, self.run.plan.m)
 
     def refuse_shared_norms(self, layer: ModelLayer, j: int) -> None:
@@ -191,6 +188,7 @@ class AroundLayers:
             torch.cuda.set_device(stage.place.device)
         kind = FORWARD, place.j
         self._rng = TaskRng(shared.run.seed, place.number(self._i), place.device, kind)
+        self._rng.called = set()
         self._rng_block.enter_context(self._rng)  # the model's own code may draw, too
         self._segments = stage.segments(self._i) if self._i < stage.recomputed else None
         if self._graph is not None and shared.step is not None:
@@ -255,6 +253,7 @@ class AroundLayers:
 
     def _call(self, layer: ModelLayer, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         shared, stage = self._model_run, self._stage
+        self._rng.note_call(layer.module)
         if shared.inspection is not None:
             shared.inspection.note_call(layer.module)
         if shared.called_in.setdefault(layer.module, stage.place.j) != stage.place.j:
@@ -263,11 +262,10 @@ class AroundLayers:
             call = partial(call_compiled, call)
         if shared.parameters is not None:
             modules = [x for x in (*args, *kwargs.values()) if isinstance(x, nn.Module)]
-            if shared.copies_tensors:
-                for used in (layer, *filter(None, map(shared.layers.get, modules))):
-                    shared.layers.move_on_first_call(used, stage)
-                    if shared.inspection is not None:  # of changes, which a move is not
-                        shared.inspection.note_call(used.module)
+            for used in (layer, *filter(None, map(shared.layers.get, modules))):
+                shared.layers.move_on_first_call(used, stage)
+                if shared.inspection is not None:  # of changes, which a move is not
+                    shared.inspection.note_call(used.module)
             layers = [layer.module, *modules]
             call = shared.parameters.wrap(stage.place.j, layers, call, self._copy_of)
         # What works in place, in torch.utils.checkpoint or in a transform, keeps what it saves.
@@ -278,7 +276,7 @@ class AroundLayers:
             compute = partial(stage.layers.call_layer, self._i, layer.module, layer.name, call)
             drawing = self._rng.replay_from_here() if shared.draws else None
             return checkpointed_call(self._segments, layer.name, compute, drawing, args, kwargs)
-        return stage.layers.call_locked(layer.module, call, *args, **kwargs)
+        return call(*args, **kwargs)
 
     def note_of_call(self, layer: ModelLayer, args: Any, kwargs: dict[str, Any]) -> str:
         """Return the note for an error that ``layer`` raised."""
@@ -287,8 +285,7 @@ class AroundLayers:
     def _copy_of(self, weight: Tensor) -> Tensor:
         """Return the copy of a parameter or buffer in the current partition, or itself."""
         stage, copies = self._stage, self._model_run.parameters
-        has_hook = self._model_run.step is not None and bool(tensor_hooks(weight))
-        if copies is None or weight.device == stage.place.device and not has_hook:
+        if copies is None or weight.device == stage.place.device:
             return weight
         return copies.copy_of(weight, stage.place.j, partial(stage.boundary.copy_weight, self._i))
 

@@ -195,8 +195,8 @@ class Paused:
 
 CHANGED = (
     "a model's own code changes a parameter or buffer in place that lives on the device of another "
-    "partition, or has a hook: it would change a copy, and be lost. Change it in a layer, or once "
-    "per mini-batch, outside of forward, such as after optimizer.step()"
+    "partition: it would change a copy, and be lost. Change it in a layer, or once per mini-batch, "
+    "outside of forward, such as after optimizer.step()"
 )
 _TRANSFORMED = (
     "a transform such as torch.func.vmap in a model's own code uses a tensor of an earlier "

@@ -22,7 +22,6 @@ differentiates that graph:
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
@@ -30,10 +29,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from pipert._torch import keeps_graph, tensor_hooks, will_execute
+from pipert._torch import COMPILED_KEY, keeps_graph, will_execute
 from pipert._typing import Tensors
-from pipert.autograd.engine import applied, differentiate
-from pipert.autograd.hooks import Hook
+from pipert.autograd.engine import applied
+from pipert.errors import TransformError
 
 
 class Differentiated(Protocol):
@@ -87,50 +86,6 @@ def are_needed(edges: Iterable[tuple[Any, int]]) -> list[bool]:
     return needed
 
 
-class _Thread(threading.local):
-    """The state of the current thread."""
-
-    computes_partial_gradients = False
-    """Whether it computes one task's part of each weight's gradient."""
-
-
-_thread = _Thread()
-
-
-class _HookOnSum:
-    """A hook on a weight that is not called with partial gradients."""
-
-    __slots__ = ("_hook",)
-
-    def __init__(self, hook: Hook) -> None:
-        self._hook = hook
-
-    def __call__(self, gradient: Tensor) -> Tensor | None:
-        return None if _thread.computes_partial_gradients else self._hook(gradient)
-
-
-def differentiate_partially(
-    leaves: Tensors, ys: Any, wanted: Sequence[Any], dys: Any, create_graph: bool
-) -> Sequence[Tensor | None]:
-    """Differentiate one task's graph, of whose gradients the weights' hooks get to know nothing."""
-    for leaf in leaves:
-        if hooks := tensor_hooks(leaf):
-            _hide_partial_gradients(hooks)
-    before = _thread.computes_partial_gradients
-    try:
-        _thread.computes_partial_gradients = True
-        return differentiate(ys, wanted, dys, create_graph=create_graph)
-    finally:
-        _thread.computes_partial_gradients = before  # no call, so no interrupt comes between
-
-
-def _hide_partial_gradients(hooks: dict[int, Hook]) -> None:
-    """Hide partial gradients from a weight's hooks, which are keyed by their handles' numbers."""
-    for number, hook in list(hooks.items()):
-        if not isinstance(hook, _HookOnSum):
-            hooks[number] = _HookOnSum(hook)
-
-
 class _Recompute(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -148,6 +103,16 @@ class _Recompute(torch.autograd.Function):
         return (None, *grads)
 
 
+def _refuse_compiled(_: object) -> None:
+    """Refuse compiled autograd, which would trace the recomputation inside of the backward."""
+    raise TransformError(
+        "a backward under compiled autograd came to what is recomputed, which it cannot capture; "
+        "leave compiled autograd out, or use checkpoint='never'"
+    )
+
+
+for _function in (_Checkpoint, _Recompute):
+    setattr(_function, COMPILED_KEY, staticmethod(_refuse_compiled))
 _apply_checkpoint, _apply_around_functions = applied(_Checkpoint), applied(_CheckpointOfFunctions)
 _apply_recompute = applied(_Recompute)
 

@@ -8,10 +8,9 @@ costs as much as a small operation. So:
    tensors. Only the inputs are saved. One node takes the place of the graph.
 2. ``R[i,j]`` computes the segment again, exactly like ``F`` of a micro-batch that is not
    checkpointed, and keeps the graph. ``B[i,j]`` differentiates it.
-3. ``R`` must do what ``F`` did. Who calls the layers compares their outputs. Here the number of
-   nodes is compared, which costs nothing. Where it differs, ``R`` runs once more to count the
-   tensors it saves: a compiler or a cache does more work the first time, but saves the same
-   tensors. Other kernels for attention may save others, but where ``F``'s graph stays.
+3. ``R`` must do what ``F`` did: whoever calls the layers compares their outputs. It may compute
+   them by other operations, as with a compiler or with other kernels for attention, except where
+   the graph of ``F`` stays: there the number of saved tensors is compared.
 4. An input that is the unchanged output of an earlier segment is not saved, but taken from the
    repetition of that segment. Other inputs are saved as they were before the segment ran. One that
    anything has changed since is refused, as autograd would.
@@ -41,11 +40,17 @@ from pipert.autograd.checkpoint import (
     Gate,
     are_needed,
     connect_inputs,
-    differentiate_partially,
     proxy_of,
     through_checkpoint,
 )
-from pipert.autograd.hooks import DropSaved, Hooks, refuse, refuse_transform
+from pipert.autograd.engine import differentiate
+from pipert.autograd.hooks import (
+    DropSaved,
+    Hooks,
+    hiding_partial_gradients,
+    refuse,
+    refuse_transform,
+)
 from pipert.autograd.leaves import origins
 from pipert.batch.tensors import describe, differentiable, tensors_of, versions
 from pipert.errors import RecomputationError
@@ -109,7 +114,7 @@ class Segment:
     """
 
     __slots__ = (
-        "__weakref__", "_again", "_copies", "_graph", "_group", "_is_pair", "_nodes", "_origins",
+        "__weakref__", "_again", "_copies", "_graph", "_group", "_is_pair", "_origins",
         "_rebuild", "_saved", "_saves", "_tensors", "_versions", "_wanting", "_xs", "is_used",
         "outputs",
     )  # fmt: skip
@@ -121,7 +126,7 @@ class Segment:
         self._graph: Graph | None = None  # R's, until B
         self._saved: dict[int, tuple[Any, int]] = {}  # R's, if F's graph was kept
         self._is_pair = False
-        self._nodes = -1  # until the first computation is over
+        self._saves = -1  # until the first computation is over
         self.is_used = False
         """Whether a later segment takes an output."""
         self.outputs: Tensors = ()
@@ -152,10 +157,10 @@ class Segment:
             except RuntimeError as error:
                 refuse_transform(error)
                 raise
-        nodes = range(before, node_count())
         ys, rebuild = differentiable(y)
-        self._nodes, self._saves = len(nodes), next(saves)
-        if found := origins(ys, begins, nodes) if ys else None:
+        made_here = range(before, node_count())
+        self._saves = next(saves)
+        if found := origins(ys, begins, made_here) if ys else None:
             self._is_pair = True
             ys = through_checkpoint(self, ys, xs, *found)
         if not self._copies and (now := _states(tensors, True)) != states:
@@ -235,15 +240,9 @@ class Segment:
             RecomputationError: the layers did something else than the first time.
         """
         value, tensors = self._fresh(gate)
-        xs, before = edges_of(tensors), node_count()
+        xs = edges_of(tensors)
         del tensors
-        y = self._compute(value)
-        is_other = node_count() - before != self._nodes and not other_kernels.get()()
-        graph = Graph(xs, edges_of(differentiable(y)[0]))
-        del value, y
-        if is_other:
-            self._fill()  # counts them
-        return graph
+        return Graph(xs, edges_of(differentiable(self._compute(value))[0]))
 
     def _fill(self) -> dict[int, tuple[Any, int]]:
         """Compute the segment again and return the tensors it saves, by number, with versions.
@@ -312,9 +311,11 @@ class Segment:
             needed = list(map(operator.and_, needed, are_needed(ctx.next_functions)))
         wanted: list[Any] = [*compress((*graph.xs, *ctx.leaves), needed)]
         if in_step is not None and not create_graph:
-            found = in_step(ys, wanted, gradients)
+            found = in_step(ctx, ys, wanted, gradients)
         else:
-            found = differentiate_partially(ctx.leaves, ys, wanted, gradients, create_graph)
+            found = hiding_partial_gradients(
+                ctx.leaves, differentiate, ys, wanted, gradients, create_graph=create_graph
+            )
         gate.is_open = True
         rest = iter(found)
         return [next(rest) if is_needed else None for is_needed in needed]
@@ -322,7 +323,7 @@ class Segment:
     def _take(self, number: int) -> Tensor:
         """Return the tensor that ``F`` saved as ``number``, recomputing if necessary (rule 6)."""
         if number not in self._saved:
-            if self._nodes < 0:
+            if self._saves < 0:
                 refuse(number)
             if self._is_pair:
                 self._saved = self._group.one(self, self._fill)

@@ -22,7 +22,12 @@ from pipert.batch.tensors import tensors_of, versions
 from pipert.layers.effects import Effect
 from pipert.layers.phase import checkpoint_here
 from pipert.workers.context import NOTHING
-from pipert.workers.thread_state import Autocast, autocast, get_autocast
+from pipert.workers.thread_state import (
+    NEW_THREAD_AUTOCAST,
+    Autocast,
+    autocast,
+    get_autocast,
+)
 
 T = TypeVar("T")
 
@@ -92,7 +97,8 @@ class Segments:
         segment = Segment(self, again, copies)
         before = checkpoint_here.set(True)
         try:
-            y = segment.record(first, value, self._made)
+            with _autocast(settings):
+                y = segment.record(first, value, self._made)
         finally:
             checkpoint_here.reset(before)
         effect.note(y)
@@ -145,6 +151,9 @@ class Segments:
 
 
 def _autocast(settings: Autocast) -> AbstractContextManager[object]:
-    """Return a block with these settings; without a cache, as nobody clears it."""
-    is_same = get_autocast() == settings
-    return NOTHING if is_same else autocast((False, settings[1]), False)
+    """Return a block with these settings, and without the cache of casts, which threads share.
+
+    The graph of ``F`` would have casts of other micro-batches, and nobody clears it after ``R``.
+    """
+    is_off = get_autocast() == settings == NEW_THREAD_AUTOCAST
+    return NOTHING if is_off else autocast((False, settings[1]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -15,13 +16,12 @@ from pipert.any_model.model import AnyModel
 from pipert.any_model.routed import Routed
 from pipert.batch.joining import JoinNumbers
 from pipert.layers.batchnorm import check_batch_norm
-from pipert.layers.compiling import refuse_compilation
 from pipert.model.calls import order_of_calls
 from pipert.model.cuts import check_cuts, homes, homes_outside_of_layers, layers_of
 from pipert.model.data_parallel import refuse_data_parallel
 from pipert.model.device_map import note_device_map
 from pipert.model.devices import devices_and_workers
-from pipert.model.settings import check_timeout
+from pipert.model.settings import OF_CALLS, check_timeout, refuse_keywords_of, refuse_misspelt
 from pipert.model.split import (
     Partition,
     move,
@@ -32,7 +32,8 @@ from pipert.model.split import (
 from pipert.pipes.base import PipeBase
 from pipert.schedules.plan import Schedule, recomputed_in_each
 from pipert.skip.routes import declarations
-from pipert.workers.context import refuse_transforms
+from pipert.stage.loss import own_loss
+from pipert.stage.loss_checks import StepCall
 
 __all__ = ["ModulePipe"]
 
@@ -134,22 +135,45 @@ class ModulePipe(PipeBase):
             torch.is_grad_enabled() and self._checkpoint not in (None, "never")
         )
 
+    def forward(self, *args: Any, timeout: float | None = None, **kwargs: Any) -> Value:
+        """Run a mini-batch as a call of the model does, but leave outputs on their devices.
+
+        Arguments, ``timeout`` and errors are as in :meth:`Pipe.forward`. A model that returns a
+        single number for each of several micro-batches is refused, unless these are losses that
+        add up.
+        """
+        refuse_keywords_of(self.module, {"timeout": timeout}, len(args))
+        refuse_misspelt(self.module, kwargs, OF_CALLS)
+        return self._routed.run_in(self, self.module, args, kwargs, timeout)
+
+    def _take_step(self, call: StepCall, seconds: float | None) -> Any:
+        take = partial(super()._take_step, seconds=seconds)
+        if call.microbatches is not None or call.chunks == 1:
+            return take(call)
+        args, kwargs = self._routed.with_whole(call.args, call.kwargs)
+        call = call._replace(args=args, kwargs=kwargs)
+        is_own = call.loss_fn is own_loss and call.denominator is None
+        if not is_own or call.reduction != "mean":
+            return take(call)
+        return self._routed.losses.take_step(
+            self.module, self._routed.named(call.args, call.kwargs), call, take
+        )
+
     def call_model(
         self, call: Callable[..., Value], args: Any, kwargs: dict[str, Any],
-        why_in_one: str, join_numbers: JoinNumbers,
+        why_in_one: str, join_numbers: JoinNumbers, seconds: float | None = None,
     ) -> Value:  # fmt: skip
         """Call the model, in one micro-batch if there is a reason.
 
         ``call`` calls it, for each micro-batch; ``join_numbers`` joins 0-dimensional outputs.
         """
-        refuse_compilation()
-        refuse_transforms()
+        seconds = self._limit_of_call(seconds)
         chunks = 1 if why_in_one else self._chunks
         if chunks < self._chunks:
             for recording in self._runtime.counters.recordings:
                 text = f"one micro-batch of {self._chunks} asked for, because {why_in_one}"
                 recording.in_one[text] = None
-        return self._call(args, kwargs, chunks, self._timeout, call, join_numbers)
+        return self._call(args, kwargs, chunks, seconds, call, join_numbers)
 
     def _call(self, *args: Any) -> Value:
         y = super()._call(*args)

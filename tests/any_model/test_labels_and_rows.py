@@ -212,11 +212,45 @@ class Attention(nn.Module):
         return self.second(y)  # type: ignore[no-any-return]
 
 
-def test_a_causal_mask_is_whole_and_one_of_words_is_split() -> None:
+MASKS = ["mask", "src_mask", "tgt_mask", "attn_mask", "memory_mask"]
+
+
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("how", ["model", "pipe", "step"])
+def test_a_mask_that_may_have_a_row_for_each_row_or_each_time_is_refused(
+    name: str, how: str
+) -> None:
+    class Masked(Attention):
+        def forward(self, x: Tensor, **masks: Tensor) -> Tensor:
+            return super().forward(x, masks[name])
+
     torch.manual_seed(0)
-    model, x = Attention(), torch.randn(6, 6, 4)
+    model = Masked()
+    calls: dict[str, Callable[..., Any]] = {
+        "model": model,
+        "pipe": lambda *args, **kwargs: pipe(*args, **kwargs),
+        "step": lambda *args, **kwargs: pipe.forward_backward(
+            *args, **kwargs, loss_fn=lambda y, _: y.square().mean()
+        ),
+    }
     causal = torch.full((6, 6), -torch.inf).triu(1)
-    for mask in (causal, torch.rand(6, 6) < 0.5):
-        expected = copy.deepcopy(model)(x, mask)
-        with pipert.pipeline(model, ["second"], devices=["cpu"] * 2, chunks=3):
-            torch.testing.assert_close(model(x, mask), expected)
+    for rows in (6, 4):
+        x = torch.randn(rows, 6, 4)
+        expected = copy.deepcopy(model)(x, **{name: causal})
+        expected = expected.square().mean() if how == "step" else expected
+        with pipert.pipeline(model, ["second"], devices=["cpu"] * 2, chunks=3) as pipe:
+            torch.testing.assert_close(calls[how](x, **{name: pipert.Replicate(causal)}), expected)
+            if rows == 6:
+                for mask in (causal, torch.ones(6, 6), torch.rand(6, 6) < 0.5):
+                    with pytest.raises(ValueError, match=rf"{name} is .*Replicate"):
+                        calls[how](x, **{name: mask})
+            else:
+                torch.testing.assert_close(calls[how](x, **{name: causal}), expected)
+
+
+def test_a_mask_of_words_is_split() -> None:
+    torch.manual_seed(0)
+    model, x, mask = Attention(), torch.randn(6, 5, 4), torch.rand(6, 5) < 0.5
+    expected = copy.deepcopy(model)(x, mask)
+    with pipert.pipeline(model, ["second"], devices=["cpu"] * 2, chunks=3):
+        torch.testing.assert_close(model(x, mask), expected)

@@ -129,10 +129,9 @@ def test_a_number_of_several_micro_batches_is_refused_with_a_remedy() -> None:
     model, x = a_model(), rows()
     expected = copy.deepcopy(model)(x, as_number=True)
     with a_pipe(model) as pipe:
-        with pytest.raises(ValueError, match=r"use chunks=1, .* or call the pipe") as caught:
-            model(x, as_number=True)
-        assert "forward_backward(step=...)" in str(caught.value)
-        assert pipe(x, as_number=True).shape == (2,)
+        for call in (model, pipe):
+            with pytest.raises(ValueError, match=r"use chunks=1, .* pipe.forward_backward"):
+                call(x, as_number=True)
         same(model(x[:1], as_number=True), copy.deepcopy(model)(x[:1], as_number=True))
         pipe.chunks = 1
         same(model(x, as_number=True), expected)
