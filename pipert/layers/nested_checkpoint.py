@@ -1,9 +1,8 @@
-"""Refuses ``torch.utils.checkpoint`` inside a layer around what it would not recompute alike."""
+"""Finds a ``torch.utils.checkpoint`` around code, and refuses what it would not repeat alike."""
 
 from __future__ import annotations
 
 import inspect
-import os
 from typing import Any
 
 import torch.utils.checkpoint
@@ -13,9 +12,6 @@ from pipert.errors import NestedCheckpointError
 
 _CHECKPOINT = torch.utils.checkpoint.__name__
 _REENTRANT = torch.utils.checkpoint.CheckpointFunction.forward.__code__
-# The file that calls the layers. Frames further out are no layer's: the pipe itself may be inside
-# a checkpoint.
-_CALL = os.path.join(os.path.dirname(__file__), "call.py")
 
 
 def is_in_checkpoint() -> bool:
@@ -54,19 +50,3 @@ def refuse_reentrant_checkpoint(error: RuntimeError) -> None:
             "gradient_checkpointing_kwargs={'use_reentrant': False})), or let the pipe checkpoint, "
             "with checkpoint='always'"
         ) from error
-
-
-def refuse_nested_checkpoint(message: str) -> None:
-    """Refuse a ``torch.utils.checkpoint`` around this code, inside the current layer.
-
-    Raises:
-        NestedCheckpointError: there is one; with ``message``.
-    """
-    frame = inspect.currentframe()
-    while frame is not None and (file := frame.f_code.co_filename) != _CALL:
-        if file == torch.utils.checkpoint.__file__:
-            raise NestedCheckpointError(
-                f"{message}. Take it out of the layer and let the pipe checkpoint, with "
-                "checkpoint='except_last' or 'always'"
-            )
-        frame = frame.f_back

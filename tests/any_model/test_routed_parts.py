@@ -230,7 +230,7 @@ def test_a_layer_called_by_itself_brings_its_arguments_to_its_device(there: str,
         with torch.no_grad():
             assert model.encoder(y).device.index == 1
         hidden = model.middle(model.encoder(y).to(there))
-        chunks = [model.head(each) for each in hidden.split(2)]
+        chunks = [call(model.head, each) for each in torch.split(hidden, 2)]
         z = model.add(torch.cat(chunks), others=[y, call(model.encoder, y)])
         z.square().sum().backward()
         assert pipe.statistics().runs == 0
