@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from pipert._torch import (
+    LEFT_ALIGNED,
     base_of,
     function_mode_at,
     function_mode_count,
-    is_left_aligned,
     pop_function_mode,
     push_function_mode,
     sequence_nr,
@@ -151,7 +151,7 @@ class Intercept(TorchFunctionMode):
         else:
             args, kwargs = self.bring_all(args, kwargs)
         result = func(*args, **kwargs)
-        if func is is_left_aligned and result:
+        if result is True and func.__name__ == LEFT_ALIGNED:
             may_go_back = torch.is_grad_enabled() and args[0].requires_grad
             if not (may_go_back or torch.is_autocast_enabled()):
                 raise RuntimeError(_WITHOUT_FAST_PATH)
@@ -200,8 +200,8 @@ CHANGED = (
     "outside of forward, such as after optimizer.step()"
 )
 _WITHOUT_FAST_PATH = (
-    "an nn.TransformerEncoder in eval(), which sets its outputs at padding to 0, cannot do so where "
-    "a cut is inside of one of its layers, or its class has a forward of its own; make it with "
+    "an nn.TransformerEncoder in eval(), which sets its outputs at padding to 0, cannot do so where"
+    " a cut is inside of one of its layers, or its class has a forward of its own; make it with "
     "enable_nested_tensor=False"
 )
 _TRANSFORMED = (
