@@ -232,9 +232,8 @@ is_lazy: Callable[[Any], bool] = _or(
 )
 """Whether a parameter or buffer has no shape yet."""
 
-is_left_aligned: Any = _or(None, "torch:_nested_tensor_from_mask_left_aligned")
-"""What ``nn.TransformerEncoder`` asks before it takes its fast path, which the fallback does not
-see."""
+LEFT_ALIGNED = "_nested_tensor_from_mask_left_aligned"
+"""The function that ``nn.TransformerEncoder`` calls before it takes its fast path."""
 
 add_in_place: Callable[..., object] = _or(
     lambda xs, ys: [x.add_(y) for x, y in zip(xs, ys, strict=True)], "torch:_foreach_add_"

@@ -12,10 +12,11 @@ partition that uses it, its *owner*; every other device computes with a copy:
    unaffected. A change in place is refused, as the others would miss it.
 3. A recomputation uses the copy of its forward.
 
-A substitute reaches only torch functions: scripted functions and backward hooks get the parameter
-itself, on its own device. So does ``Function.apply``, which no mode sees; its graph is refused. So
-are compiled and scripted layers, and ``torch.utils.checkpoint`` inside a layer. A hook that a layer
-registers on the parameter in its forward goes to the copy, and sees its device's share alone.
+A substitute reaches only torch functions: scripted functions, backward hooks and the recomputation
+of ``torch.utils.checkpoint`` inside a layer get the parameter itself, on its own device. So does
+``Function.apply``, which no mode sees; its graph is refused. So are compiled and scripted layers.
+A hook that a layer registers on the parameter in its forward goes to the copy, and sees its
+device's share alone.
 """
 
 from __future__ import annotations
@@ -29,14 +30,13 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 
-from pipert._torch import AccumulateGrad, is_left_aligned, outputs_of
+from pipert._torch import AccumulateGrad, outputs_of
 from pipert._typing import Value
 from pipert.autograd.leaves import leaves_behind
 from pipert.batch.tensors import describe, differentiable, version
 from pipert.layers.buffers import original_of
 from pipert.layers.compiling import is_compiled
 from pipert.layers.modules import modules_of
-from pipert.layers.nested_checkpoint import refuse_nested_checkpoint
 from pipert.workers.context import is_transformed
 
 Weights = tuple[nn.Parameter, ...]
@@ -176,18 +176,11 @@ class Substitute(TorchFunctionMode):
         if func == _DATA and id(args[0]) in self._copies:
             # Unlike ``data``, this shares the copy's version counter.
             return self._copies[id(args[0])].detach()
-        result = func(*self._swap(args), **self._swap(kwargs or {}))
-        if func is is_left_aligned and result:
-            refuse_slow_path(args[0])
-        return result
+        return func(*self._swap(args), **self._swap(kwargs or {}))
 
     def _swap(self, value: Any) -> Any:
         if isinstance(value, Tensor):
-            copy = self._copies.get(id(original_of(value)))
-            if copy is None:
-                return value
-            refuse_nested_checkpoint(_NESTED)
-            return copy
+            return self._copies.get(id(original_of(value)), value)
         if type(value) in (tuple, list):
             return type(value)(map(self._swap, value))
         if type(value) is dict:
@@ -211,20 +204,6 @@ class Substitute(TorchFunctionMode):
                 "by one of them, which the others see at an uncertain time or never; choose a "
                 "balance that puts the layers that share it on one device"
             )
-
-
-def refuse_slow_path(x: Tensor) -> None:
-    """Refuse an ``nn.TransformerEncoder`` that a function mode keeps from its fast path on ``x``.
-
-    Its outputs at padding, which the fast path sets to 0, would not be those of the plain model.
-    """
-    if not (torch.is_autocast_enabled() or torch.is_grad_enabled() and x.requires_grad):
-        raise RuntimeError(
-            "an nn.TransformerEncoder in eval() with src_key_padding_mask, which the plain model "
-            "computes without its padding, cannot do so where a cut is inside of one of its "
-            "layers, a class derived from it has a forward of its own, or another device has one "
-            "of its weights; make it with enable_nested_tensor=False"
-        )
 
 
 def _refuse_functions(y: Value, copied: Container[int], stop: Iterable[Any] = ()) -> bool:
@@ -253,8 +232,4 @@ _DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _TRANSFORMED = (
     "a transform of torch.func in a model's own code uses a parameter that lives on another device "
     "and cannot be given a copy in its place; use it before the transform as well"
-)
-_NESTED = (
-    "a layer used torch.utils.checkpoint around a parameter that lives on another device; its "
-    "recomputation would not get the copy"
 )

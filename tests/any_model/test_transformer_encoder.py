@@ -37,18 +37,6 @@ class Probe(nn.Module):
         return y
 
 
-class Around(nn.Module):
-    """Has the whole model as one layer."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model, self.last = model, nn.Identity()
-
-    def forward(self, x: Tensor, padding: Tensor) -> Tensor:
-        y: Tensor = self.last(self.model(x, padding))
-        return y
-
-
 GENERATOR = torch.Generator().manual_seed(0)
 X, TARGET = torch.randn(6, 7, 8, generator=GENERATOR), torch.arange(6) % 3
 PADDING = torch.arange(7) >= torch.tensor([5, 4, 7, 6, 7, 3])[:, None]
@@ -96,18 +84,6 @@ def test_where_it_would_not_be_a_step_is_refused(kind: Any, cut: str) -> None:
         torch.testing.assert_close(loss_of(pipe, "1f1b"), loss_of(copy.deepcopy(model), ""))
         model.encoder.use_nested_tensor = True
         loss_of(pipe, "1f1b", X.clone().requires_grad_())  # the plain model has no fast path either
-
-
-def test_a_layer_of_which_a_weight_has_a_hook_gives_no_other_values() -> None:
-    model = Probe()
-    expected = loss_of(copy.deepcopy(model), "")
-    weight: Any = model.head.weight
-    weight.register_hook(lambda gradient: gradient)
-    with pipert.pipeline(Around(model), ["last"], devices=["cpu"] * 2, chunks=3) as pipe:
-        try:
-            torch.testing.assert_close(loss_of(pipe, "1f1b"), expected)
-        except RuntimeError as error:
-            assert "enable_nested_tensor=False" in str(error)
 
 
 @pytest.mark.multi_gpu
