@@ -300,11 +300,6 @@ def refuse_unrepeatable() -> None:
         )
 
 
-def modules_in(values: Sequence[Any]) -> list[nn.Module]:
-    """Return the modules that a layer is given, such as an embedding whose weight a head uses."""
-    return [value for value in values if isinstance(value, nn.Module)]
-
-
 @contextmanager
 def forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     """Let ``forward`` take the place of the module's in the block; hooks stay."""

@@ -62,7 +62,6 @@ from pipert.distributed.placeholders import (
     forward_replaced,
     hides,
     lacks,
-    modules_in,
     refuse_changed_arguments,
     refuse_hidden,
     refuse_reading_hooks,
@@ -232,8 +231,9 @@ class Replay(TorchFunctionMode):
             refuse_unrepeatable()
             given = tensors_of((args, kwargs))[0]
             self._note_uses(given)
-            for one in (module, *modules_in((*args, *kwargs.values()))):
-                self.called[one].add(self._phase)
+            for one in (module, *args, *kwargs.values()):
+                if isinstance(one, nn.Module):  # such as an embedding whose weight a head uses
+                    self.called[one].add(self._phase)
             if self._phase < self._j and not self._is_recording:
                 return self._skip(module, given, args, kwargs)
         self._depth += 1
