@@ -178,8 +178,16 @@ class Names:
                 about, leaf = leaf, self._tensors.get(leaf.name, lambda: None)()
                 if leaf is None:
                     self.add(leaf := about.placeholder(), about.name, j)
+                reshape(leaf, about.shape, about.stride)
             found.append(leaf)
         return pytree.tree_unflatten(found, spec), written
+
+
+def reshape(placeholder: Tensor, shape: Sequence[int], stride: Sequence[int]) -> None:
+    """Change a placeholder as ``unsqueeze_`` and its like would."""
+    if placeholder.is_meta and tuple(placeholder.shape) != tuple(shape):
+        with torch.no_grad():
+            placeholder.as_strided_(shape, stride)
 
 
 class Record(NamedTuple):

@@ -63,6 +63,11 @@ class Model(nn.Module):
             h = h * self.scale.to(h.dtype)
         elif self.way == "mixed":
             h = torch.cat([h.bfloat16() @ self.w, x], -1)[..., :8] @ self.w
+        elif self.way == "in place":
+            h = (h + 1).unsqueeze_(0)
+            for _ in range(h.shape[0]):
+                h = h * 1.5
+            h = h[0]
         elif self.way == "late layer":
             h = self.late(h)
         elif self.way == "skipped layer" and x.mean() > 0:
@@ -143,7 +148,10 @@ def check(way: str, experts: bool, autocast: bool, ahead: bool = False) -> None:
     assert {name for name, p in named.items() if p.grad is not None} <= seen
 
 
-@pytest.mark.parametrize("way", ["float", "to", "type_as", "contiguous", "parameter", "mixed"])
+CASTS = ["float", "to", "type_as", "contiguous", "parameter", "mixed", "in place"]
+
+
+@pytest.mark.parametrize("way", CASTS)
 @pytest.mark.parametrize("ahead", [False, True])
 def test_own_code_under_autocast_may_return_its_argument_or_mix_dtypes(
     way: str, ahead: bool
@@ -158,7 +166,7 @@ def test_behind_experts_all_is_found(way: str, autocast: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "way", ["value of an input", "flag", "value at the end", "replicated"]
+    "way", ["value of an input", "flag", "value at the end", "replicated", "in place"]
 )
 def test_ways_that_the_example_may_not_take(way: str) -> None:
     check(way, False, False)
