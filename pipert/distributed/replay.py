@@ -307,8 +307,8 @@ class Replay(TorchFunctionMode):
         if self._is_paused or func in OF_META:
             return func(*args, **kwargs)
         if func in DEVICES:
-            seen = torch.empty(0, device=self._device) if args[0].is_meta else args[0]
-            return func(seen)
+            is_here = args[0].is_meta or isinstance(args[0], nn.Parameter)
+            return func(torch.empty(0, device=self._device) if is_here else args[0])
         tensors = tensors_of((args, kwargs))[0]
         if self._zeros is not None:
             args, kwargs = pytree.tree_map_only(Tensor, self._zeros.of, (args, kwargs))

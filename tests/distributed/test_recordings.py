@@ -35,6 +35,15 @@ class Experts(nn.Module):
         return torch.empty_like(y).index_copy(0, order, y).view_as(x)
 
 
+class Dividing(nn.Linear):
+    """Needs a value, and takes no zeros."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not float(x.abs().sum()):
+            raise ZeroDivisionError("nothing to divide by")
+        return super().forward(x / x.abs().sum())
+
+
 class Model(nn.Module):
     """Three layers, and own code before and after the cut at ``b`` that depends on ``way``."""
 
@@ -43,6 +52,8 @@ class Model(nn.Module):
         torch.manual_seed(0)
         self.way = way
         self.a, self.b, self.c = Experts() if experts else nn.Linear(8, 8), *linears(2)
+        if way == "no zeros":
+            self.b = Dividing(8, 8)
         self.rnn = nn.GRU(8, 8, batch_first=True)
         self.late = nn.Linear(8, 8)  # registered behind the cut, and called before it
         self.scale = nn.Parameter(torch.ones(8))
@@ -183,6 +194,11 @@ def test_ways_that_the_example_may_not_take(way: str) -> None:
 def test_another_way_than_the_example_s_is_refused_by_name(way: str, why: str) -> None:
     for text in run(2, step, way, False, False, False):
         assert why in text and "Give an example that goes this way" in text, text
+
+
+def test_a_layer_that_needs_values_and_takes_no_zeros_is_refused_by_name() -> None:
+    for text in run(2, step, "no zeros", False, False, False):
+        assert "the layer 'b' needs values to be recorded, and fails with zeros" in text, text
 
 
 def comes_late(rank: int) -> str:
