@@ -178,8 +178,16 @@ class Names:
                 about, leaf = leaf, self._tensors.get(leaf.name, lambda: None)()
                 if leaf is None:
                     self.add(leaf := about.placeholder(), about.name, j)
+                reshape(leaf, about.shape, about.stride)
             found.append(leaf)
         return pytree.tree_unflatten(found, spec), written
+
+
+def reshape(placeholder: Tensor, shape: Sequence[int], stride: Sequence[int]) -> None:
+    """Change a placeholder as ``unsqueeze_`` and its like would."""
+    if placeholder.is_meta and tuple(placeholder.shape) != tuple(shape):
+        with torch.no_grad():
+            placeholder.as_strided_(shape, stride)
 
 
 class Record(NamedTuple):
@@ -298,11 +306,6 @@ def refuse_unrepeatable() -> None:
             "the model's own code calls a layer inside of torch.utils.checkpoint (in place of "
             "checkpoint= of the pipe), whose recomputation needs values"
         )
-
-
-def modules_in(values: Sequence[Any]) -> list[nn.Module]:
-    """Return the modules that a layer is given, such as an embedding whose weight a head uses."""
-    return [value for value in values if isinstance(value, nn.Module)]
 
 
 @contextmanager

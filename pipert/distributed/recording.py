@@ -13,7 +13,7 @@ from pipert._typing import Tensors
 from pipert.any_model.intercept import _METADATA
 from pipert.any_model.map_tensors import map_tensors
 from pipert.batch.tensors import tensors_of
-from pipert.distributed.placeholders import META, ReplayError
+from pipert.distributed.placeholders import META, ReplayError, reshape
 
 DEVICES: frozenset[Any] = frozenset(
     getattr(Tensor, name).__get__ for name in ("device", "is_meta", "is_cuda", "is_cpu")
@@ -66,6 +66,9 @@ def on_meta(
         kwargs["device"] = casts or META
     with torch.no_grad():
         y = func(*args, **kwargs)
+    for x in tensors if mode is not None else ():
+        if id(x) in metas:
+            reshape(x, metas[id(x)][0].shape, metas[id(x)][0].stride())
     given = {id(metas[id(x)][0]): x for x in tensors if id(x) in metas}
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     results, rebuild = tensors_of(y)

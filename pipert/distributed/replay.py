@@ -62,7 +62,6 @@ from pipert.distributed.placeholders import (
     forward_replaced,
     hides,
     lacks,
-    modules_in,
     refuse_changed_arguments,
     refuse_hidden,
     refuse_reading_hooks,
@@ -232,8 +231,9 @@ class Replay(TorchFunctionMode):
             refuse_unrepeatable()
             given = tensors_of((args, kwargs))[0]
             self._note_uses(given)
-            for one in (module, *modules_in((*args, *kwargs.values()))):
-                self.called[one].add(self._phase)
+            for one in (module, *args, *kwargs.values()):
+                if isinstance(one, nn.Module):  # such as an embedding whose weight a head uses
+                    self.called[one].add(self._phase)
             if self._phase < self._j and not self._is_recording:
                 return self._skip(module, given, args, kwargs)
         self._depth += 1
@@ -307,8 +307,8 @@ class Replay(TorchFunctionMode):
         if self._is_paused or func in OF_META:
             return func(*args, **kwargs)
         if func in DEVICES:
-            seen = torch.empty(0, device=self._device) if args[0].is_meta else args[0]
-            return func(seen)
+            is_here = args[0].is_meta or isinstance(args[0], nn.Parameter)
+            return func(torch.empty(0, device=self._device) if is_here else args[0])
         tensors = tensors_of((args, kwargs))[0]
         if self._zeros is not None:
             args, kwargs = pytree.tree_map_only(Tensor, self._zeros.of, (args, kwargs))

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from pipert._torch import NormBase, has_hooks
 from pipert._typing import Value
 from pipert.any_model.checkpointed_calls import checkpointed_call
-from pipert.any_model.map_tensors import map_tensors
 from pipert.batch.tensors import tensors_of, version
 from pipert.batch.trees import flatten
 from pipert.distributed.placeholders import (
@@ -38,7 +37,6 @@ from pipert.distributed.rank_partition import Compute, RankBatch
 from pipert.distributed.replay import Replay
 from pipert.layers.call import Layers
 from pipert.layers.modules import modules_of
-from pipert.layers.phase import is_recomputing
 from pipert.layers.place import Place, describe_layer
 from pipert.layers.random_numbers import RunSeed, TaskRng
 from pipert.layers.segments import Segments
@@ -261,35 +259,17 @@ class ReplayComputing:
             if segments is None or not self.layers.recomputes(module):
                 return call(*args, **kwargs)
             self.layers.refuse_replaced(module)
-            again = partial(self._checkpoint, i, segments, module, partial(drawing, event))
+            compute = partial(self._checkpoint, i, segments, module, partial(drawing, event))
             if not has_hooks(module):
-                return again(call, *args, **kwargs)
+                return compute(call, *args, **kwargs)
             # Hooks stay outside, since the own code may use what they collect.
-            with forward_replaced(module, partial(again, module.forward)):
+            with forward_replaced(module, partial(compute, module.forward)):
                 return call(*args, **kwargs)
 
     def _checkpoint(
         self, i: int, segments: Segments, module: nn.Module, drawing: Callable[[], Any],
         call: Callable[..., Any], /, *args: Any, **kwargs: Any,
     ) -> Any:  # fmt: skip
-        """Call a layer to be recomputed; what it returns of its arguments stays the same tensor."""
-        given = {id(tensor): tensor for tensor in tensors_of((args, kwargs))[0]}
-        returned: list[Tensor] = []
-
-        def noting(*args: Any, **kwargs: Any) -> Any:
-            y = call(*args, **kwargs)
-            if not is_recomputing():
-                returned[:] = tensors_of(y)[0]
-            return y
-
         name = describe_layer(self.model.cuts.layers[module], module)
-        compute = partial(self.layers.call_layer, i, module, name, noting)
-        y = checkpointed_call(segments, name, compute, drawing, args, kwargs)
-        tensors = tensors_of(y)[0]
-        same = {
-            id(tensor): given[id(one)]
-            for tensor, one in zip(tensors, returned, strict=True)
-            if id(one) in given
-        }
-        returned.clear()
-        return map_tensors(y, lambda t: same.get(id(t), t)) if same else y
+        compute = partial(self.layers.call_layer, i, module, name, call)
+        return checkpointed_call(segments, name, compute, drawing, args, kwargs)

@@ -35,6 +35,15 @@ class Experts(nn.Module):
         return torch.empty_like(y).index_copy(0, order, y).view_as(x)
 
 
+class Dividing(nn.Linear):
+    """Needs a value, and takes no zeros."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not float(x.abs().sum()):
+            raise ZeroDivisionError("nothing to divide by")
+        return super().forward(x / x.abs().sum())
+
+
 class Model(nn.Module):
     """Three layers, and own code before and after the cut at ``b`` that depends on ``way``."""
 
@@ -43,6 +52,8 @@ class Model(nn.Module):
         torch.manual_seed(0)
         self.way = way
         self.a, self.b, self.c = Experts() if experts else nn.Linear(8, 8), *linears(2)
+        if way == "no zeros":
+            self.b = Dividing(8, 8)
         self.rnn = nn.GRU(8, 8, batch_first=True)
         self.late = nn.Linear(8, 8)  # registered behind the cut, and called before it
         self.scale = nn.Parameter(torch.ones(8))
@@ -63,6 +74,11 @@ class Model(nn.Module):
             h = h * self.scale.to(h.dtype)
         elif self.way == "mixed":
             h = torch.cat([h.bfloat16() @ self.w, x], -1)[..., :8] @ self.w
+        elif self.way == "in place":
+            h = (h + 1).unsqueeze_(0)
+            for _ in range(h.shape[0]):
+                h = h * 1.5
+            h = h[0]
         elif self.way == "late layer":
             h = self.late(h)
         elif self.way == "skipped layer" and x.mean() > 0:
@@ -143,7 +159,10 @@ def check(way: str, experts: bool, autocast: bool, ahead: bool = False) -> None:
     assert {name for name, p in named.items() if p.grad is not None} <= seen
 
 
-@pytest.mark.parametrize("way", ["float", "to", "type_as", "contiguous", "parameter", "mixed"])
+CASTS = ["float", "to", "type_as", "contiguous", "parameter", "mixed", "in place"]
+
+
+@pytest.mark.parametrize("way", CASTS)
 @pytest.mark.parametrize("ahead", [False, True])
 def test_own_code_under_autocast_may_return_its_argument_or_mix_dtypes(
     way: str, ahead: bool
@@ -158,7 +177,7 @@ def test_behind_experts_all_is_found(way: str, autocast: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "way", ["value of an input", "flag", "value at the end", "replicated"]
+    "way", ["value of an input", "flag", "value at the end", "replicated", "in place"]
 )
 def test_ways_that_the_example_may_not_take(way: str) -> None:
     check(way, False, False)
@@ -175,6 +194,11 @@ def test_ways_that_the_example_may_not_take(way: str) -> None:
 def test_another_way_than_the_example_s_is_refused_by_name(way: str, why: str) -> None:
     for text in run(2, step, way, False, False, False):
         assert why in text and "Give an example that goes this way" in text, text
+
+
+def test_a_layer_that_needs_values_and_takes_no_zeros_is_refused_by_name() -> None:
+    for text in run(2, step, "no zeros", False, False, False):
+        assert "the layer 'b' needs values to be recorded, and fails with zeros" in text, text
 
 
 def comes_late(rank: int) -> str:
