@@ -61,19 +61,15 @@ class ModelRun:
     """The graph of each micro-batch in a step."""
     called_in: dict[nn.Module, int] = field(default_factory=dict)
     """The partition that each layer was first called in."""
-    copies_tensors: bool = field(init=False)
-    """Whether tensors may have to be copied to a device, at least the arguments."""
-    parameters: ParameterCopies | None = field(init=False)
-    """The copies of parameters and buffers on another device; ``None`` if none may need one."""
+    parameters: ParameterCopies | None = None
+    """The copies of parameters and buffers on another device; ``None`` if all is on the CPU."""
     inspection: Inspection | None = None
     """Compares what micro-batches set on modules, in some of the runs."""
     first_node: int = field(init=False)
     """Nodes with lower numbers are the caller's, or turns of micro-batches (``autograd.order``)."""
 
     def __post_init__(self) -> None:
-        self.copies_tensors = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        self.parameters = None
-        if self.copies_tensors:
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             self.parameters = ParameterCopies(self.layers.shared_buffers)
             self.parameters.note_versions(self.parameters.tensors_of(self.module))
         self.first_node = max(self.run.first_node, self.run.plan.m)
@@ -110,10 +106,11 @@ class AroundLayers:
         self._i = i
         self._stage: Stage  # the current one, or the last
         self._graph = None if model_run.step is None else MicroBatchGraph(i, model_run.step.ledger)
-        self._copies = TensorCopies(i, model_run.run) if model_run.copies_tensors else None
+        is_on_gpus = model_run.parameters is not None  # or an argument is
+        self._copies = TensorCopies(i, model_run.run) if is_on_gpus else None
         self._intercept: Intercept | None = None
         if self._graph is not None or self._copies is not None:
-            copy_of = None if model_run.parameters is None else self._copy_of
+            copy_of = self._copy_of if is_on_gpus else None
             self._intercept = Intercept(self._graph, self._copies, copy_of)
         self._segments: Segments | None = None  # the calls of the current partition
         self._recording: ForwardRecording | None = None

@@ -12,11 +12,7 @@ import torch.utils.checkpoint
 from torch import Tensor
 
 from pipert._torch import hooks_on_grad, pop_hooks, push_hooks, tensor_hooks, top_hooks
-from pipert.autograd.thread_locals import (
-    get_thread_local,
-    remove_thread_local,
-    set_thread_local,
-)
+from pipert.autograd.thread_locals import get_thread_local, remove_thread_local, set_thread_local
 from pipert.errors import NestedCheckpointError, RecomputationError
 
 T = TypeVar("T")
@@ -81,13 +77,13 @@ def hooks_of_caller() -> Hooks:
 
 
 @contextlib.contextmanager
-def without_hooks(kind: type = object) -> Iterator[None]:
-    """Remove the current saved-tensor hooks in the block, down to one not of ``kind``.
+def without_hooks() -> Iterator[None]:
+    """Remove the current saved-tensor hooks in the block.
 
     Hooks that are on around a backward are not meant for what the backward computes.
     """
     removed = []
-    while (pair := top_hooks(True)) is not None and isinstance(pair[0], kind):
+    while (pair := top_hooks(True)) is not None:
         pop_hooks()
         removed.append(pair)
     try:

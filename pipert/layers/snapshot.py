@@ -117,19 +117,11 @@ class Snapshot:
     def refuse_changes(self) -> None:
         """Refuse to recompute with other or modified parameters, or in another mode."""
         other_kernels.set(partial(self.other_settings, KERNELS))
-        if list(map(_mode, self._layers)) != self._modes:
-            each = zip(self._layers, self._modes, strict=True)
-            layer = next(layer for layer, mode in each if layer.training != mode)
+        if [*map(_mode, self._layers)] != self._modes or _numbers(self._hooks) != self._numbers:
             raise RecomputationError(
-                f"the mode of a layer, {type(layer).__qualname__}, is not that of its forward "
-                "when it is recomputed; call train() and eval() before the forward or after the "
-                "backward, or use checkpoint='never'"
-            )
-        if _numbers(self._hooks) != self._numbers:
-            raise RecomputationError(
-                "the backward hooks of a layer are not those of its forward when it is recomputed; "
-                "register and remove them before the forward or after the backward, or use "
-                "checkpoint='never'"
+                "the mode of a layer, or its backward hooks, are not those of its forward when it "
+                "is recomputed; call train() and eval(), and register and remove hooks, before the "
+                "forward or after the backward, or use checkpoint='never'"
             )
         found = map(dict.get, self._dicts, self._names)
         same = all(map(operator.is_, found, self._parameters))

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from pipert._torch import storage_of
-from pipert._typing import Tensors, Value
+from pipert._typing import Value
 from pipert.batch.tensors import Carried, describe, tensors_of, versions
 
 
@@ -45,10 +45,10 @@ def find_shared(value: Value) -> Shared:
     start = 0
     for part in parts:
         tensors = tensors_of(part)[0]
-        homes = [storage_of(tensor) for tensor in tensors if _has_storage(tensor)]
-        if len(set(homes)) < len(homes):
-            for together in _by_storage(tensors).values():
-                for k, other in combinations(together, 2):
+        homes = {k: storage_of(x) for k, x in enumerate(tensors) if _has_storage(x)}
+        if len({*homes.values()}) < len(homes):
+            for k, other in combinations(homes, 2):
+                if homes[k] == homes[other]:
                     extents = _extent(tensors[k]), _extent(tensors[other])
                     shared[start + k, start + other] = extents
         start += len(tensors)
@@ -78,15 +78,6 @@ def compute_watching(shared: Shared, compute: Callable[[Value], Value], x: Value
                 "from return a clone of one, or change a copy (inplace=False)"
             )
     return y
-
-
-def _by_storage(tensors: Tensors) -> dict[int, list[int]]:
-    """Group the numbers of tensors that have a storage by its address."""
-    places: dict[int, list[int]] = {}
-    for k, tensor in enumerate(tensors):
-        if _has_storage(tensor):
-            places.setdefault(storage_of(tensor), []).append(k)
-    return places
 
 
 def _has_storage(tensor: Tensor) -> bool:
