@@ -240,10 +240,11 @@ class _Calls:
             made = storages.alive(self.own_code.made)
             self._made |= made.keys()
             given = {k: b for k, b in storages.sizes(inputs).items() if k in made}
-            peak = 2 * total(saved) + total(given)
+            most = total({**used, **saved, **given})
+            peak = 3 * total(saved) + total(given)  # a cross entropy has two gradients at once
             cost = cost._replace(
-                inputs=used, outputs=made, saved=saved, kept=saved,
-                forward_peak=total({**used, **saved, **given}), backward_peak=peak, split_peak=peak,
+                inputs=used, outputs=made, saved=saved, kept=saved, forward_peak=most,
+                layer_peak=most, backward_peak=peak, split_peak=peak,
             )  # fmt: skip
         self._found[self._block].append(cost)
 
@@ -264,7 +265,7 @@ class _Calls:
         # Without the hooks of a checkpoint around layers.
         with self.gathering.paused(), self.keeping.paused(), without_hooks():
             cost, output = self._round.call(name, module, Carried(arguments, ()))
-        self._found[self._block].append(cost._replace(kept=cost.inputs))
+        self._found[self._block].append(cost)
         self._made |= cost.outputs.keys()
         nodes = [t.grad_fn for t in tensors_of(output)[0] if t.requires_grad]
         self._made_by.update(dict.fromkeys(nodes, upstream | {name}))
