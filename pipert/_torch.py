@@ -141,6 +141,10 @@ gradient has arrived on a GPU."""
 will_execute: Callable[[Any], bool] = _or(lambda _: True, "torch._C:_will_engine_execute_node")
 """Whether the current backward executes a node. The fallback computes what nobody asked for."""
 
+COMPILED_KEY = "_compiled_autograd_key"
+"""The method of a function that compiled autograd calls before it captures a graph with it."""
+_needed(COMPILED_KEY, torch.autograd.Function)
+
 keeps_graph: Flag = _or(lambda: True, "torch._C:_autograd._get_current_graph_task_keep_graph")
 """Whether the current backward retains the graph. The fallback frees memory later."""
 
@@ -161,6 +165,10 @@ tensor_hooks: Callable[[Tensor], Any] = operator.attrgetter("_backward_hooks")
 _needed("_post_accumulate_grad_hooks", Tensor)
 hooks_on_grad: Callable[[Tensor], Any] = operator.attrgetter("_post_accumulate_grad_hooks")
 """The hooks called once a leaf's ``.grad`` has been added to, or ``None``."""
+
+_handles = _needed("torch.utils.hooks:RemovableHandle")
+next_hook: Callable[[], int] = partial(getattr, _handles, "next_id")
+"""The number of the next hook that anyone registers."""
 
 _needed("_base", Tensor)
 base_of: Callable[[Tensor], Tensor | None] = operator.attrgetter("_base")
@@ -194,6 +202,12 @@ STATE_TABLES = tuple(
 """Those that hold its parameters, buffers and modules, and which buffers are not persistent."""
 _needed("_forward_pre_hooks", nn.Identity())
 forward_pre_hooks: Callable[[nn.Module], Any] = operator.attrgetter("_forward_pre_hooks")
+_BACKWARD = ("_backward_hooks", "_backward_pre_hooks")
+_needed(_BACKWARD[1], nn.Identity())
+backward_hooks: Callable[[nn.Module], Any] = operator.attrgetter(*_BACKWARD)
+"""The hooks of a module's backward, by the numbers of their handles, in two dicts."""
+global_backward_hooks = [_or({}, f"torch.nn.modules.module:_global{name}") for name in _BACKWARD]
+"""Those of all modules."""
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -212,17 +226,14 @@ if TYPE_CHECKING:
 else:
     BatchNorm, NormBase = nn.BatchNorm1d.__mro__[1:3]
 
-WEIGHT_SETTERS: tuple[Any, ...] = (
-    _or((), "torch.nn.utils.weight_norm:WeightNorm"),
-    _or((), "torch.nn.utils.spectral_norm:SpectralNorm"),
-)
-"""The classes, deprecated ones, of the hooks that set a module's weight before each forward."""
-
 is_lazy: Callable[[Any], bool] = _or(
     lambda x: isinstance(x, nn.UninitializedParameter | nn.UninitializedBuffer),
     "torch.nn.parameter:is_lazy",
 )
 """Whether a parameter or buffer has no shape yet."""
+
+LEFT_ALIGNED = "_nested_tensor_from_mask_left_aligned"
+"""The function that ``nn.TransformerEncoder`` calls before it takes its fast path."""
 
 add_in_place: Callable[..., object] = _or(
     lambda xs, ys: [x.add_(y) for x, y in zip(xs, ys, strict=True)], "torch:_foreach_add_"

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipert._torch import BatchNorm, NormBase, tensor_hooks
+from pipert._torch import BatchNorm, NormBase
 from pipert._typing import Value
 from pipert.any_model.boundary_tensors import memory_of
 from pipert.any_model.checkpointed_calls import checkpointed_call
@@ -61,24 +61,17 @@ class ModelRun:
     """The graph of each micro-batch in a step."""
     called_in: dict[nn.Module, int] = field(default_factory=dict)
     """The partition that each layer was first called in."""
-    copies_tensors: bool = field(init=False)
-    """Whether tensors may have to be copied to a device, at least the arguments."""
-    parameters: ParameterCopies | None = field(init=False)
-    """The copies of parameters on another device, or with hooks; ``None`` if none may need one."""
+    parameters: ParameterCopies | None = None
+    """The copies of parameters and buffers on another device; ``None`` if all is on the CPU."""
     inspection: Inspection | None = None
     """Compares what micro-batches set on modules, in some of the runs."""
     first_node: int = field(init=False)
     """Nodes with lower numbers are the caller's, or turns of micro-batches (``autograd.order``)."""
 
     def __post_init__(self) -> None:
-        self.copies_tensors = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        self.parameters = copies = None
-        if self.copies_tensors or self.step is not None:
-            copies = ParameterCopies(self.layers.shared_buffers if self.copies_tensors else ())
-            own = copies.tensors_of(self.module)
-            if self.copies_tensors or any(map(tensor_hooks, own)):
-                self.parameters = copies
-                copies.note_versions(own)
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            self.parameters = ParameterCopies(self.layers.shared_buffers)
+            self.parameters.note_versions(self.parameters.tensors_of(self.module))
         self.first_node = max(self.run.first_node, self.run.plan.m)
 
     def refuse_shared_norms(self, layer: ModelLayer, j: int) -> None:
@@ -113,10 +106,11 @@ class AroundLayers:
         self._i = i
         self._stage: Stage  # the current one, or the last
         self._graph = None if model_run.step is None else MicroBatchGraph(i, model_run.step.ledger)
-        self._copies = TensorCopies(i, model_run.run) if model_run.copies_tensors else None
+        is_on_gpus = model_run.parameters is not None  # or an argument is
+        self._copies = TensorCopies(i, model_run.run) if is_on_gpus else None
         self._intercept: Intercept | None = None
         if self._graph is not None or self._copies is not None:
-            copy_of = None if model_run.parameters is None else self._copy_of
+            copy_of = self._copy_of if is_on_gpus else None
             self._intercept = Intercept(self._graph, self._copies, copy_of)
         self._segments: Segments | None = None  # the calls of the current partition
         self._recording: ForwardRecording | None = None
@@ -191,6 +185,7 @@ class AroundLayers:
             torch.cuda.set_device(stage.place.device)
         kind = FORWARD, place.j
         self._rng = TaskRng(shared.run.seed, place.number(self._i), place.device, kind)
+        self._rng.called = set()
         self._rng_block.enter_context(self._rng)  # the model's own code may draw, too
         self._segments = stage.segments(self._i) if self._i < stage.recomputed else None
         if self._graph is not None and shared.step is not None:
@@ -242,8 +237,20 @@ class AroundLayers:
                 self._copies.settle(y)
         return y
 
+    def call_encoder(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Call an ``nn.TransformerEncoder`` around layers without inspecting its own code.
+
+        A function mode would keep it from torch's fast path, whose outputs are 0 at padding.
+        """
+        if self._intercept is None:
+            return call(*args, **kwargs)
+        with Paused(self._intercept):
+            args, kwargs = self._intercept.bring_all(args, kwargs)
+            return call(*args, **kwargs)
+
     def _call(self, layer: ModelLayer, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         shared, stage = self._model_run, self._stage
+        self._rng.note_call(layer.module)
         if shared.inspection is not None:
             shared.inspection.note_call(layer.module)
         if shared.called_in.setdefault(layer.module, stage.place.j) != stage.place.j:
@@ -252,11 +259,10 @@ class AroundLayers:
             call = partial(call_compiled, call)
         if shared.parameters is not None:
             modules = [x for x in (*args, *kwargs.values()) if isinstance(x, nn.Module)]
-            if shared.copies_tensors:
-                for used in (layer, *filter(None, map(shared.layers.get, modules))):
-                    shared.layers.move_on_first_call(used, stage)
-                    if shared.inspection is not None:  # of changes, which a move is not
-                        shared.inspection.note_call(used.module)
+            for used in (layer, *filter(None, map(shared.layers.get, modules))):
+                shared.layers.move_on_first_call(used, stage)
+                if shared.inspection is not None:  # of changes, which a move is not
+                    shared.inspection.note_call(used.module)
             layers = [layer.module, *modules]
             call = shared.parameters.wrap(stage.place.j, layers, call, self._copy_of)
         # What works in place, in torch.utils.checkpoint or in a transform, keeps what it saves.
@@ -267,7 +273,7 @@ class AroundLayers:
             compute = partial(stage.layers.call_layer, self._i, layer.module, layer.name, call)
             drawing = self._rng.replay_from_here() if shared.draws else None
             return checkpointed_call(self._segments, layer.name, compute, drawing, args, kwargs)
-        return stage.layers.call_locked(layer.module, call, *args, **kwargs)
+        return call(*args, **kwargs)
 
     def note_of_call(self, layer: ModelLayer, args: Any, kwargs: dict[str, Any]) -> str:
         """Return the note for an error that ``layer`` raised."""
@@ -276,8 +282,7 @@ class AroundLayers:
     def _copy_of(self, weight: Tensor) -> Tensor:
         """Return the copy of a parameter or buffer in the current partition, or itself."""
         stage, copies = self._stage, self._model_run.parameters
-        has_hook = self._model_run.step is not None and bool(tensor_hooks(weight))
-        if copies is None or weight.device == stage.place.device and not has_hook:
+        if copies is None or weight.device == stage.place.device:
             return weight
         return copies.copy_of(weight, stage.place.j, partial(stage.boundary.copy_weight, self._i))
 

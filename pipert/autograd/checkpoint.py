@@ -14,15 +14,13 @@ differentiates that graph:
    leaves that a walk of the graph finds. So hooks on parameters, ``autograd.grad``, frozen layers
    and ``DistributedDataParallel`` see what they see without checkpointing: one gradient per
    micro-batch, which autograd sums.
-2. Under ``create_graph`` *Checkpoint* computes the segment once more, from inputs that are
-   connected to the graph before it, so the gradients have a graph.
+2. Gradients have no graph: under ``create_graph`` *Checkpoint* refuses to go back.
 3. *Checkpoint* releases the inputs and the graph when its backward is over, unless the backward
    retains the graph. In that case the next backward recomputes.
 """
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
@@ -30,10 +28,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from pipert._torch import keeps_graph, tensor_hooks, will_execute
+from pipert._torch import COMPILED_KEY, keeps_graph, will_execute
 from pipert._typing import Tensors
-from pipert.autograd.engine import applied, differentiate
-from pipert.autograd.hooks import Hook
+from pipert.autograd.engine import applied
+from pipert.errors import TransformError
 
 
 class Differentiated(Protocol):
@@ -87,50 +85,6 @@ def are_needed(edges: Iterable[tuple[Any, int]]) -> list[bool]:
     return needed
 
 
-class _Thread(threading.local):
-    """The state of the current thread."""
-
-    computes_partial_gradients = False
-    """Whether it computes one task's part of each weight's gradient."""
-
-
-_thread = _Thread()
-
-
-class _HookOnSum:
-    """A hook on a weight that is not called with partial gradients."""
-
-    __slots__ = ("_hook",)
-
-    def __init__(self, hook: Hook) -> None:
-        self._hook = hook
-
-    def __call__(self, gradient: Tensor) -> Tensor | None:
-        return None if _thread.computes_partial_gradients else self._hook(gradient)
-
-
-def differentiate_partially(
-    leaves: Tensors, ys: Any, wanted: Sequence[Any], dys: Any, create_graph: bool
-) -> Sequence[Tensor | None]:
-    """Differentiate one task's graph, of whose gradients the weights' hooks get to know nothing."""
-    for leaf in leaves:
-        if hooks := tensor_hooks(leaf):
-            _hide_partial_gradients(hooks)
-    before = _thread.computes_partial_gradients
-    try:
-        _thread.computes_partial_gradients = True
-        return differentiate(ys, wanted, dys, create_graph=create_graph)
-    finally:
-        _thread.computes_partial_gradients = before  # no call, so no interrupt comes between
-
-
-def _hide_partial_gradients(hooks: dict[int, Hook]) -> None:
-    """Hide partial gradients from a weight's hooks, which are keyed by their handles' numbers."""
-    for number, hook in list(hooks.items()):
-        if not isinstance(hook, _HookOnSum):
-            hooks[number] = _HookOnSum(hook)
-
-
 class _Recompute(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -148,6 +102,16 @@ class _Recompute(torch.autograd.Function):
         return (None, *grads)
 
 
+def _refuse_compiled(_: object) -> None:
+    """Refuse compiled autograd, which would trace the recomputation inside of the backward."""
+    raise TransformError(
+        "a backward under compiled autograd came to what is recomputed, which it cannot capture; "
+        "leave compiled autograd out, or use checkpoint='never'"
+    )
+
+
+for _function in (_Checkpoint, _Recompute):
+    setattr(_function, COMPILED_KEY, staticmethod(_refuse_compiled))
 _apply_checkpoint, _apply_around_functions = applied(_Checkpoint), applied(_CheckpointOfFunctions)
 _apply_recompute = applied(_Recompute)
 
@@ -171,59 +135,3 @@ def recompute_before(ys: Tensors, segments: Recomputed) -> Tensors:
     """Make the backward of ``ys``, which are all differentiable, recompute first."""
     outputs: Tensors = _apply_recompute(weakref.ref(segments), *ys)
     return outputs
-
-
-class Gate:
-    """A switch for gradients that pass from a task to the graph before it. Closed at first."""
-
-    __slots__ = ("is_open",)
-
-    def __init__(self) -> None:
-        self.is_open = False
-
-
-class _Gate(torch.autograd.Function):
-    """A connection of inputs that passes gradients when the gate is open.
-
-    It opens when the task's gradients are known: the graph before the task may lead to the task's
-    own leaves and inputs, such as a tied weight, and gradients along those paths are not this
-    task's to compute.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, gate: Gate, values: Tensors, *xs: Tensor) -> tuple[Tensor, ...]:
-        ctx.materialize_grads = False
-        ctx.gate = gate
-        return tuple(map(Tensor.detach, values))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return (None, None, *grads) if ctx.gate.is_open else (None,) * (2 + len(grads))
-
-
-def connect_inputs(gate: Gate, xs: Tensors, values: Tensors) -> Tensors:
-    """Return ``values`` connected to the graph of ``xs`` through ``gate``."""
-    connected: Tensors = _apply_gate(gate, values, *xs)
-    return connected
-
-
-_apply_gate = applied(_Gate)
-
-
-class _Proxy(torch.autograd.Function):
-    """A placeholder for a tensor in the graph, of the same shape, that takes no memory."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.materialize_grads = False
-        if x.layout != torch.strided:
-            return x.new_empty(x.shape)  # of no elements
-        return x.new_empty_strided(x.shape, (0,) * x.dim())
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor | None) -> Tensor | None:
-        return gradient
-
-
-proxy_of = applied(_Proxy)
-"""``y = proxy_of(x)``: a differentiable placeholder for ``x`` that does not keep its data."""

@@ -1,19 +1,21 @@
-"""Saved-tensor hooks: pipert's own, which save nothing, and the caller's."""
+"""Saved-tensor hooks, pipert's own and the caller's; hooks on weights, hidden from parts."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
 
-from pipert._torch import pop_hooks, push_hooks, top_hooks
+from pipert._torch import hooks_on_grad, pop_hooks, push_hooks, tensor_hooks, top_hooks
+from pipert.autograd.thread_locals import get_thread_local, remove_thread_local, set_thread_local
 from pipert.errors import NestedCheckpointError, RecomputationError
 
+T = TypeVar("T")
 Hook = Callable[[Any], Any]
 Hooks = tuple[Hook, Hook] | None
 
@@ -29,7 +31,8 @@ def refuse(_: Any) -> Tensor:
     """Refuse to read a tensor that was not saved."""
     raise RecomputationError(
         "a backward came through the forward of a micro-batch whose activations are not kept: "
-        "a layer ran it through itself, or has stored what a loss uses; exempt it with "
+        "a layer ran it through itself, or has stored what a loss or another layer uses, maybe in "
+        "an object that is no pytree; return it as a tensor, exempt the layer with "
         "pipert.never_recompute, or use checkpoint='never'"
     )
 
@@ -74,13 +77,13 @@ def hooks_of_caller() -> Hooks:
 
 
 @contextlib.contextmanager
-def without_hooks(kind: type = object) -> Iterator[None]:
-    """Remove the current saved-tensor hooks in the block, down to one not of ``kind``.
+def without_hooks() -> Iterator[None]:
+    """Remove the current saved-tensor hooks in the block.
 
     Hooks that are on around a backward are not meant for what the backward computes.
     """
     removed = []
-    while (pair := top_hooks(True)) is not None and isinstance(pair[0], kind):
+    while (pair := top_hooks(True)) is not None:
         pop_hooks()
         removed.append(pair)
     try:
@@ -88,3 +91,42 @@ def without_hooks(kind: type = object) -> Iterator[None]:
     finally:
         while removed:
             push_hooks(*removed.pop())
+
+
+_HIDDEN = "pipert_hidden"  # torch's engine hands it on to its threads
+
+
+class _HookOnSum:
+    """A hook on a weight, which is not called while a task computes its part of the gradient."""
+
+    __slots__ = ("_hook", "_weight")
+
+    def __init__(self, hook: Hook, weight: int) -> None:
+        self._hook = hook
+        self._weight = weight
+
+    def __call__(self, tensor: Tensor) -> Tensor | None:
+        is_part = self._weight in (get_thread_local(_HIDDEN) or ())
+        return None if is_part else self._hook(tensor)
+
+
+def hiding_partial_gradients(
+    leaves: Iterable[Tensor], compute: Callable[..., T], *args: Any, **kwargs: Any
+) -> T:
+    """Return ``compute(*args, **kwargs)``, during which no hook on ``leaves`` is called."""
+    before, hidden = get_thread_local(_HIDDEN), set[int]()
+    for leaf in leaves:
+        for hooks in filter(None, (tensor_hooks(leaf), hooks_on_grad(leaf))):
+            hidden.add(id(leaf))
+            for number, hook in [*hooks.items()]:
+                if not isinstance(hook, _HookOnSum):
+                    hooks[number] = _HookOnSum(hook, id(leaf))
+    if not hidden:
+        return compute(*args, **kwargs)
+    hidden.update(before or ())
+    try:
+        set_thread_local(_HIDDEN, hidden)
+        return compute(*args, **kwargs)
+    finally:
+        hidden.clear()  # no call of Python, so no interrupt comes before
+        remove_thread_local(_HIDDEN) if before is None else set_thread_local(_HIDDEN, before)

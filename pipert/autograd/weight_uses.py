@@ -80,7 +80,7 @@ def _use_of(node: Any) -> WeightUse | None:
     rule, inputs = RULES[type(node).__name__], node.next_functions
     weight = _way_to_leaf(*inputs[rule.place])
     compute = None if weight is None else rule.make(node, weight.is_transposed, weight.leaf)
-    if weight is None or compute is None or not _is_free_of_hooks(node):
+    if weight is None or compute is None or not is_free_of_hooks(node):
         return None
     x = _saved_input(node, rule.saved, weight.leaf)
     if x is None:
@@ -106,7 +106,7 @@ def _count_uses(
     return count
 
 
-def _is_free_of_hooks(node: Any) -> bool:
+def is_free_of_hooks(node: Any) -> bool:
     """Whether nobody sees what ``node`` gets and returns."""
     for handle in node.register_hook(_no_hook), node.register_prehook(_no_hook):
         hooks = handle.hooks_dict_ref()

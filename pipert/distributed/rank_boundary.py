@@ -25,7 +25,7 @@ from torch import Tensor
 
 from pipert._typing import Tensors, Value
 from pipert.batch.tensors import tensors_of
-from pipert.stage.shared_memory import Shared, find_shared
+from pipert.stage.shared_memory import find_shared
 
 
 class Parcel(NamedTuple):
@@ -40,18 +40,15 @@ FAILED = b"failed"
 """The header that a partition sends after a failure."""
 
 
-def pack(value: Value, handed_on: Shared) -> Parcel:
-    """Make a parcel of the output of a partition.
-
-    ``handed_on`` says which of its tensors shared memory before they came to this partition.
-    """
+def pack(value: Value) -> Parcel:
+    """Make a parcel of the output of a partition."""
     tensors, rebuild = tensors_of(value)
     if sparse := [t.layout for t in tensors if t.layout != torch.strided]:
         raise TypeError(f"a tensor of layout {sparse[0]} cannot be sent to a rank; make it dense")
     metas = tuple([torch.empty_like(t, device="meta", requires_grad=t.requires_grad)
                    for t in tensors])  # fmt: skip
     structure = pickle.dumps(rebuild(metas))
-    header = pickle.dumps((metas, structure, {**handed_on, **find_shared(value)}))
+    header = pickle.dumps((metas, structure, find_shared(value)))
     return Parcel(header, list(map(_dense_like, tensors, metas)))
 
 

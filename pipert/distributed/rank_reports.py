@@ -165,7 +165,7 @@ def share(site: Site, inputs: list[Value]) -> Arrived | None:
     """Send the first rank's inputs to all ranks of its pipeline; return them on the others."""
     first = site.homes[0]
     with site.agreement.agreeing() as headers:
-        parcel = pack(inputs, {})
+        parcel = pack(inputs)
         headers.append(parcel.header)
     is_here = first == dist.get_rank()
     header = site.agreement.of(first, headers)

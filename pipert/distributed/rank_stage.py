@@ -146,7 +146,7 @@ class RankStage(PipelineStage):
         return (self._zero(tensors),) if ys is None else ys
 
     def _compute(self, i: int, tensors: Tensors) -> Tensors:
-        partition, arrived, handed_on = self._partition, self._kept[i].arrived, dict[Any, Any]()
+        partition, arrived = self._partition, self._kept[i].arrived
         if arrived is None:
             x = moved(self._batch.inputs[i], self.device)
         else:
@@ -154,13 +154,13 @@ class RankStage(PipelineStage):
         with NOTHING if partition.stats is None else partition.stats.collecting():
             compute = partial(partition.compute, i)
             if arrived is not None and arrived.shared:
-                y = compute_watching(arrived.shared, handed_on.update, compute, x)
+                y = compute_watching(arrived.shared, compute, x)
             else:
                 y = compute(x)
         if self.is_last:
             return (self._compute_loss(i, y.value if isinstance(y, Carried) else y),)
         ys, rebuild = tensors_of(y)
-        self._pack = lambda ys: pack(rebuild(ys), handed_on)
+        self._pack = lambda ys: pack(rebuild(ys))
         return ys
 
     def _compute_loss(self, i: int, y: Value) -> Tensor:
@@ -255,7 +255,7 @@ class RankStage(PipelineStage):
         batch = self._batch
         if self._is_wrapped or not batch.is_failed:
             raises = self._is_wrapped or batch.is_sharded
-            self._carry_out(BACKWARD, i, raises, self._partition.layers.backward, i, go_back)
+            self._carry_out(BACKWARD, i, raises, go_back)
 
     def backward_weight_one_chunk(self, i: int, last_backward: bool = False) -> None:
         later = self._kept[i].deferred

@@ -245,7 +245,7 @@ class ReplayComputing:
             )
         with drawing(event):
             if segments is None or not self.layers.recomputes(module):
-                return self.layers.call_locked(module, call, *args, **kwargs)
+                return call(*args, **kwargs)
             self.layers.refuse_replaced(module)
             compute = partial(self._checkpoint, i, segments, module, partial(drawing, event))
             if not has_hooks(module):

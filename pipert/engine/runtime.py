@@ -36,7 +36,7 @@ from pipert.layers.batchnorm import DeferredStats
 from pipert.layers.effects import Effects
 from pipert.layers.modules import compute_cached
 from pipert.layers.random_numbers import RunSeed, Turns, paused
-from pipert.model.data_parallel import refuse_data_parallel
+from pipert.model.data_parallel import refuse_data_parallel, refuse_gradients_of_rows
 from pipert.observe.backward import makers
 from pipert.observe.notifier import Counters, Notifier
 from pipert.schedules.action import RECOMPUTE
@@ -77,7 +77,7 @@ class Runtime:
         self._kinds = set[type]()  # the classes of layers that are known not to be data-parallel
         self._identity = object()
         self._modes: list[bool] = []  # of the layers, in the last run
-        self._turns: Turns = {}  # those of its tasks; shared by runs that overlap
+        self._turns = Turns()  # those of its tasks; shared by runs that overlap
         self.counters = Counters()
         served = [devices[self.workers.index(w)] for w in range(len(set(self.workers)))]
         names = [f"pipert-{device}-{w}" for w, device in enumerate(served)]
@@ -229,6 +229,8 @@ class Runtime:
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             on_cuda.update(devices_with_own_streams())  # arguments and targets may be anywhere
         context = CallerContext(list(on_cuda), self._cpu_workers)
+        if plan.m > 1 and context.grad_enabled:
+            refuse_gradients_of_rows(self.model.partitions)
         context.set_variable(_inside, (*_inside.get(), self._identity))
         context.set_variable(store.of_task, store.NEW)
         if on_cuda:

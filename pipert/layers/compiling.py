@@ -38,10 +38,10 @@ from pipert.layers.intercepted import compiled_call
 from pipert.layers.modules import modules_of
 
 
-def refuse_compilation(is_step: bool = False, *, recomputes: bool = False) -> None:
+def refuse_compilation(is_step: bool = False) -> None:
     """Refuse a call of a pipe that is traced, or made on a thread that torch.compile watches.
 
-    Refuse a step, and a call that ``recomputes``, where compiled autograd cannot capture it.
+    A step is refused under compiled autograd, too.
 
     Raises:
         TransformError: the call is one of these.
@@ -60,13 +60,11 @@ def refuse_compilation(is_step: bool = False, *, recomputes: bool = False) -> No
             "Pipe(nn.Sequential(*[torch.compile(layer) for layer in module]), ...). In a compiled "
             "function of yours, call torch.compiler.disable(pipe)"
         )
-    now, config = [sys.modules.get(f"torch._dynamo.{k}") for k in ("compiled_autograd", "config")]
-    is_on = torch.is_grad_enabled() and getattr(now, "compiled_autograd_enabled", False)
-    if is_on and (is_step or recomputes and getattr(config, "compiled_autograd", False)):
+    now = sys.modules.get("torch._dynamo.compiled_autograd")
+    if is_step and torch.is_grad_enabled() and getattr(now, "compiled_autograd_enabled", False):
         raise TransformError(
-            "a step of a pipe, or a recomputation, began under compiled autograd, which compiles "
-            "one backward at a time, and in torch.compile all its functions. Leave it out, or call "
-            "the pipe, with checkpoint='never' if in torch.compile, and loss.backward()"
+            "a step of a pipe began under compiled autograd, which compiles one backward at a "
+            "time. Leave it out, or call the pipe, with checkpoint='never', and loss.backward()"
         )
 
 

@@ -1,4 +1,4 @@
-"""Copies of parameters that live on another device, or that have hooks in a step.
+"""Copies of parameters that live on another device.
 
 The standard way to tie weights over devices is one parameter per device, initialised alike, whose
 gradients special code adds up. Here it stays one parameter. It lives on the device of the first
@@ -6,22 +6,21 @@ partition that uses it, its *owner*; every other device computes with a copy:
 
 1. It is copied once per run and partition, in a call inside the graph. So the gradients of all
    micro-batches are summed there, copied back once, and added into the one ``.grad`` by autograd.
-   In a step a parameter with hooks, which must see the whole gradient, has a copy as well. In any
-   model so has a buffer that layers on several devices share.
+   In any model a buffer that layers on several devices share has a copy as well.
 2. While a layer that uses the parameter runs, a :class:`Substitute` passes the copy to every torch
    function called with it. The modules are not touched: names, ``state_dict`` and other runs are
    unaffected. A change in place is refused, as the others would miss it.
 3. A recomputation uses the copy of its forward.
 
-A substitute reaches only torch functions: scripted functions and backward hooks get the parameter
-itself, on its own device. So does ``Function.apply``, which no mode sees; its graph is refused. So
-are compiled and scripted layers, and ``torch.utils.checkpoint`` inside a layer. A hook that a layer
-registers on the parameter in its forward goes to the copy, and sees its device's share alone.
+A substitute reaches only torch functions: scripted functions, backward hooks and the recomputation
+of ``torch.utils.checkpoint`` inside a layer get the parameter itself, on its own device. So does
+``Function.apply``, which no mode sees; its graph is refused. So are compiled and scripted layers.
+A hook that a layer registers on the parameter in its forward goes to the copy, and sees its
+device's share alone.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -31,20 +30,13 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 
-from pipert._torch import (
-    WEIGHT_SETTERS,
-    AccumulateGrad,
-    forward_pre_hooks,
-    outputs_of,
-    tensor_hooks,
-)
+from pipert._torch import AccumulateGrad, outputs_of
 from pipert._typing import Value
 from pipert.autograd.leaves import leaves_behind
 from pipert.batch.tensors import describe, differentiable, version
 from pipert.layers.buffers import original_of
 from pipert.layers.compiling import is_compiled
 from pipert.layers.modules import modules_of
-from pipert.layers.nested_checkpoint import refuse_nested_checkpoint
 from pipert.workers.context import is_transformed
 
 Weights = tuple[nn.Parameter, ...]
@@ -76,49 +68,13 @@ def check_copied(partition: nn.Module, weights: Weights) -> None:
             _refuse_compiled(layer, f"layer {name!r}")
 
 
-def hooked(partition: nn.Module, others: Weights, setters: dict[nn.Module, nn.Module]) -> Weights:
-    """Returns a partition's parameters that have hooks, except ``others``, which have substitutes.
-
-    In a step each micro-batch has a gradient of its own, but the hooks must see the sum, so layers
-    compute with a substitute for the parameter. ``setters`` gets the partition of each module whose
-    weight is set before each forward, which is refused if it has another one; so are compiled and
-    scripted layers that use such a parameter.
-    """
-    found: dict[nn.Parameter, None] = {}
-    for module in modules_of(partition):
-        if forward_pre_hooks(module) and _sets_weight(module):
-            if setters.setdefault(module, partition) is not partition:
-                name = next(name for name, found in partition.named_modules() if found is module)
-                raise ValueError(_SET_ON_TWO_THREADS.format(name))
-        for weight in module._parameters.values():  # runs in each step, so it does no more
-            if weight is not None and tensor_hooks(weight):
-                found[weight] = None
-    weights = tuple(weight for weight in found if weight not in set(others))
-    check_copied(partition, weights)
-    return weights
-
-
 def _refuse_compiled(layer: nn.Module, what: str) -> None:
     if is_compiled(layer):
         raise ValueError(
-            f"{what} is compiled or scripted and uses a parameter that lives on another device, or "
-            "in forward_backward has a hook, so it cannot receive the copy; put the layers that "
-            "share it on one device, use register_post_accumulate_grad_hook, or leave it uncompiled"
+            f"{what} is compiled or scripted and uses a parameter that lives on another device, so "
+            "it cannot receive the copy; put the layers that share it on one device, or leave it "
+            "uncompiled"
         )
-
-
-def _sets_weight(module: nn.Module) -> bool:
-    prune: Any = sys.modules.get("torch.nn.utils.prune")  # is not imported with torch
-    setters = WEIGHT_SETTERS if prune is None else (*WEIGHT_SETTERS, prune.BasePruningMethod)
-    return any(isinstance(hook, setters) for hook in forward_pre_hooks(module).values())
-
-
-_SET_ON_TWO_THREADS = (
-    "the module {!r} is used in several partitions, and torch.nn.utils.weight_norm, spectral_norm "
-    "or prune sets its weight before each forward, which forward_backward would do on two threads "
-    "at once; use torch.nn.utils.parametrizations, choose a balance that puts its uses in one "
-    "partition, or call the pipe and loss.backward()"
-)
 
 
 class ParameterCopies:
@@ -224,11 +180,7 @@ class Substitute(TorchFunctionMode):
 
     def _swap(self, value: Any) -> Any:
         if isinstance(value, Tensor):
-            copy = self._copies.get(id(original_of(value)))
-            if copy is None:
-                return value
-            refuse_nested_checkpoint(_NESTED)
-            return copy
+            return self._copies.get(id(original_of(value)), value)
         if type(value) in (tuple, list):
             return type(value)(map(self._swap, value))
         if type(value) is dict:
@@ -279,9 +231,5 @@ def _refuse_functions(y: Value, copied: Container[int], stop: Iterable[Any] = ()
 _DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _TRANSFORMED = (
     "a transform of torch.func in a model's own code uses a parameter that lives on another device "
-    "or has a hook, and cannot be given a copy in its place; use it before the transform as well"
-)
-_NESTED = (
-    "a layer used torch.utils.checkpoint around a parameter that lives on another device, or in "
-    "forward_backward has a hook; its recomputation would not get what stands for it"
+    "and cannot be given a copy in its place; use it before the transform as well"
 )

@@ -6,35 +6,35 @@ import operator
 import sys
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
-from pipert._torch import is_lazy
+from pipert._torch import backward_hooks, global_backward_hooks, is_lazy
 from pipert.autograd.segment import other_kernels
 from pipert.batch.tensors import Versions
 from pipert.errors import RecomputationError
 from pipert.layers.buffers import Buffers
 from pipert.layers.modules import modules_of
 from pipert.layers.never_recompute import is_exempt
-from pipert.layers.random_numbers import initialise_apart
 
 Parameters = dict[str, nn.Parameter | None]
 Place = tuple[Parameters, str, nn.Parameter | None]
 
 
 class Snapshot:
-    """A partition's parameters and their versions, its mode and buffers. One per stage and run.
+    """A partition's parameters and their versions, mode, hooks and buffers. One per stage and run.
 
-    Each ``R`` compares parameters and mode. So the modules are walked once, and the comparison runs
+    Each ``R`` compares all but buffers. So the modules are walked once, and the comparison runs
     in C. In another mode a layer saves other tensors, which crash the kernels of ``F``'s graph. Of
     the modules inside a layer it is not compared: a layer may set it in its forward.
     """
 
     __slots__ = (
-        "_dicts", "_layers", "_modes", "_names", "_parameters", "_places", "_settings",
-        "_versions", "buffers", "exempt",
+        "_dicts", "_hooks", "_layers", "_modes", "_names", "_numbers", "_parameters", "_places",
+        "_settings", "_versions", "buffers", "exempt",
     )  # fmt: skip
 
     def __init__(self, partition: nn.Module) -> None:
@@ -43,6 +43,8 @@ class Snapshot:
         self._parameters: list[nn.Parameter | None] = []
         self._places: dict[nn.Module, list[Place]] = {}  # of the modules that were asked for
         self._versions = Versions()
+        self._hooks: list[dict[int, Any]] = [*global_backward_hooks]
+        self._numbers = _numbers(self._hooks)  # a backward's hooks change no output
         self._settings = [*map(operator.call, SETTINGS.values())]
         self.buffers: dict[nn.Module, Buffers] = {}
         """Those of each layer."""
@@ -62,6 +64,9 @@ class Snapshot:
             self.exempt.add(layer)
             return
         self.buffers[layer] = Buffers(parts)
+        hooks = [*chain.from_iterable(map(backward_hooks, parts))]
+        self._hooks += hooks
+        self._numbers += _numbers(hooks)
         known = len(self._parameters)
         for part in [] if _are_sharded(parts) else parts:  # runs for each module in each run
             if part._parameters:
@@ -76,9 +81,7 @@ class Snapshot:
             self._parameters += parameters.values()
             return
         for name, parameter in parameters.items():
-            if parameter is not None and is_lazy(parameter):  # until the first call
-                initialise_apart(part)
-            else:
+            if parameter is None or not is_lazy(parameter):  # until the first call
                 is_dict = isinstance(parameters, dict)  # not that of a scripted module
                 self._dicts.append(parameters if is_dict else {name: parameter})
                 self._names.append(name)
@@ -114,13 +117,11 @@ class Snapshot:
     def refuse_changes(self) -> None:
         """Refuse to recompute with other or modified parameters, or in another mode."""
         other_kernels.set(partial(self.other_settings, KERNELS))
-        if list(map(_mode, self._layers)) != self._modes:
-            each = zip(self._layers, self._modes, strict=True)
-            layer = next(layer for layer, mode in each if layer.training != mode)
+        if [*map(_mode, self._layers)] != self._modes or _numbers(self._hooks) != self._numbers:
             raise RecomputationError(
-                f"the mode of a layer, {type(layer).__qualname__}, is not that of its forward "
-                "when it is recomputed; call train() and eval() before the forward or after the "
-                "backward, or use checkpoint='never'"
+                "the mode of a layer, or its backward hooks, are not those of its forward when it "
+                "is recomputed; call train() and eval(), and register and remove hooks, before the "
+                "forward or after the backward, or use checkpoint='never'"
             )
         found = map(dict.get, self._dicts, self._names)
         same = all(map(operator.is_, found, self._parameters))
@@ -143,6 +144,10 @@ SETTINGS = {"torch.get_default_dtype()": torch.get_default_dtype, **KERNELS}
 """Settings of the process that decide which operations are computed."""
 _ORDINARY = {nn.Parameter, type(None)}
 _mode: Callable[[nn.Module], bool] = operator.attrgetter("training")
+
+
+def _numbers(hooks: Iterable[dict[int, Any]]) -> list[list[int]]:
+    return [*map(list, filter(None, hooks))]
 
 
 def _are_sharded(parts: Iterable[nn.Module]) -> bool:

@@ -1,13 +1,17 @@
 """Refuses layers that spread their own calls over devices or processes, inside a pipe.
 
-Around a pipe, or a model in one, ``DistributedDataParallel`` is right: it communicates once.
+Around a pipe, or a model in one, ``DistributedDataParallel`` is right: it communicates once. So is
+Opacus where a mini-batch is not split.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import chain
 
 from torch import nn
+
+from pipert.layers.modules import modules_of
 
 _SHARDED = (
     "whose processes must gather its parameters in the same order; the concurrent workers of a "
@@ -45,3 +49,22 @@ def refuse_data_parallel(module: nn.Module) -> None:
                 "chunks=1. Give each process whole parameters, or use pipert.distributed, with "
                 "parallelize_module() in wrap="
             )
+
+
+def refuse_gradients_of_rows(partitions: Iterable[nn.Module]) -> None:
+    """Refuse weights that have gradients of single rows, in a run of several micro-batches.
+
+    Opacus gives weights that attribute. Its hooks add up what comes before the optimizer, row by
+    row of each micro-batch, so clipping would see sums of several rows, and privacy would be lost.
+
+    Raises:
+        RuntimeError: a weight has the attribute.
+    """
+    for partition in partitions:
+        for part in modules_of(partition):
+            if any([hasattr(weight, "grad_sample") for weight in part._parameters.values()]):
+                raise RuntimeError(
+                    "weights have a grad_sample, as Opacus computes it for each row of a batch, "
+                    "and would get sums over the rows of several micro-batches; use chunks=1 with "
+                    "checkpoint='never', or remove its hooks and delete the attribute"
+                )

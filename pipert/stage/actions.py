@@ -17,15 +17,18 @@ the graph, and ``B`` autograd's own walk along it.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 
 from torch import Tensor
 
 from pipert._torch import node_count
 from pipert._typing import Value
+from pipert.autograd.hooks import hiding_partial_gradients
 from pipert.autograd.weight_gradients import compute_deferred
 from pipert.batch.tensors import differentiable
 from pipert.layers.call import Compute
+from pipert.layers.random_numbers import TaskRng
 from pipert.layers.segments import Segments
 from pipert.observe.backward import makers, watch_nodes
 from pipert.schedules.action import BACKWARD, FORWARD, RECOMPUTE, WEIGHT, Action
@@ -52,11 +55,8 @@ def forward(stage: Stage, i: int, x: Value) -> Value:
 def compute(stage: Stage, i: int, segments: Segments | None, x: Value) -> Value:
     """Compute the layers, checkpointed or not, and in the last stage of a step the loss."""
     with NOTHING if stage.stats is None else stage.stats.collecting():
-        if stage.shared:
-            y = stage.layers.forward(i, segments, x, partial(_watched, stage))
-            stage.propagate_aliases(i, stage.shared)
-        else:
-            y = stage.layers.forward(i, segments, x)
+        watch = partial(_watched, stage) if stage.shared else None
+        y = stage.layers.forward(i, segments, x, watch)
     return y if stage.loss is None else stage.loss(i, y)
 
 
@@ -78,7 +78,8 @@ def backward(stage: Stage, i: int, _: Value) -> Value:
         ys, dys = begin(cut, i, graph)
         action, is_recorded = Action(BACKWARD, i, j), notifier.recorder is not None
         with notifier.recorded(action, stage.place.device) if is_recorded else NOTHING:
-            stage.layers.backward(i, differentiate_partition, stage, cut, i, graph, ys, dys)
+            with _turn_of_backward(stage, action):
+                differentiate_partition(stage, cut, i, graph, ys, dys)
     return ()
 
 
@@ -87,16 +88,28 @@ def weight_gradients(stage: Stage, i: int, _: Value) -> None:
     cut, notifier = stage.step_boundary, stage.run.notifier
     assert cut is not None
     later = cut.deferred.pop(i, [])
+    leaves = [leaf for use in later for leaf in use.leaves]
+    compute = partial(hiding_partial_gradients, leaves, compute_deferred)
     action, is_recorded = Action(WEIGHT, i, stage.place.j), notifier.recorder is not None
     with notifier.recorded(action, stage.place.device) if is_recorded else NOTHING:
-        found = stage.layers.backward(i, compute_deferred, later, kind=WEIGHT)  # hooks may draw
+        with _turn_of_backward(stage, action):
+            found = compute(later)
         cut.gradients.add(*found)
 
 
+def _turn_of_backward(stage: Stage, action: Action) -> AbstractContextManager[object]:
+    """Return the block in which a backward has the CPU's generator, if forwards drew from it."""
+    seed, place = stage.run.seed, stage.place
+    if not seed.turns.drawing:
+        return NOTHING
+    number, kind = place.number_of_backward(action.i), (action.kind, place.j)
+    return TaskRng(seed, number, place.device, kind, is_backward=True)
+
+
 def _watched(stage: Stage, compute: Compute, x: Value) -> Value:
-    """Compute layers; refuse changes of tensors in ``x`` that share memory, and note those left."""
+    """Compute layers; refuse changes of tensors in ``x``, the first value, that share memory."""
     shared, stage.shared = stage.shared, {}
-    return compute_watching(shared, stage.shared.update, compute, x)
+    return compute_watching(shared, compute, x)
 
 
 def compute_recorded(stage: Stage, i: int, segments: Segments | None, x: Value) -> Value:

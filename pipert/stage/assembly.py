@@ -15,7 +15,7 @@ from torch import nn
 from pipert._typing import Value
 from pipert.layers.batchnorm import DeferredStats
 from pipert.layers.call import Layers, RandomLayers
-from pipert.layers.parameter_copies import Weights, hooked, weights_elsewhere
+from pipert.layers.parameter_copies import weights_elsewhere
 from pipert.layers.place import Place, last_layer
 from pipert.layers.random_numbers import draws
 from pipert.skip.routes import PartitionSkips
@@ -101,7 +101,7 @@ def assemble(
     statistics are noted in ``stats``. ``actions`` says how to carry out each kind of action.
     """
     n = len(model.partitions)
-    weights = _copied_weights(run, model, step)
+    weights = weights_elsewhere(model.partitions, run.devices if model.copies_weights else ())
     previous = ["", *map(last_layer, model.partitions)]
     places = [Place(j, n, run.plan.m, run.devices[j], previous[j]) for j in range(n)]
     exit_link = to_caller(run.outputs) if step is None else NOWHERE
@@ -159,13 +159,3 @@ def _ends(
         forks_last = in_turn and (place.m == 1 or place.is_last)
         return CallBoundary(place.device, place.m - 1, grad, copies, in_turn, forks_last)
     return StepBoundary(step, run, place, copies)
-
-
-def _copied_weights(run: Run, model: Layered, step: Step | None) -> Sequence[Weights]:
-    """Return the parameters of each partition for which a substitute is used."""
-    elsewhere = weights_elsewhere(model.partitions, run.devices if model.copies_weights else ())
-    if step is None:
-        return elsewhere
-    pairs = zip(model.partitions, elsewhere, strict=True)
-    setters = dict[nn.Module, nn.Module]()
-    return [(*others, *hooked(partition, others, setters)) for partition, others in pairs]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from itertools import chain, groupby
 from operator import attrgetter
@@ -14,11 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipert._torch import hooks_on_grad, tensor_hooks
+from pipert._torch import tensor_hooks
 from pipert.autograd import order
 from pipert.autograd.engine import differentiate
+from pipert.autograd.hooks import hiding_partial_gradients
 from pipert.autograd.leaves import Behind, accumulators, is_in_python, leaves_behind
 from pipert.autograd.weight_gradients import Deferral
+from pipert.autograd.weight_uses import is_free_of_hooks
 from pipert.batch.tensors import alone
 from pipert.layers.nested_checkpoint import refuse_reentrant_checkpoint
 from pipert.stage.gradients import Gradients as Sums
@@ -64,7 +65,7 @@ def differentiate_partition(
         behind = leaves_behind(ends, [order.ENTRANCE], cut.numbers())
     else:
         behind = cut.look(i, stage.place.j, ends)
-    refuse_hooked(cut, behind.leaves)
+    _refuse_own_hooks(cut, behind.leaves)
     run = partial(gradients_of, stage, behind)
     xs = [crossing.entered for crossing in graph.entered]
     if graph.segments is not None:
@@ -96,13 +97,15 @@ _node: Callable[[Any], Any] = attrgetter("node")
 
 
 def differentiate_recomputed(
-    cut: StepBoundary, i: int, ys: Sequence[Any], wanted: Sequence[Any], dys: Sequence[Tensor]
+    cut: StepBoundary, i: int, node: Any, ys: Edges, wanted: Sequence[Any], dys: Sequence[Tensor]
 ) -> Gradients:
     """Return the gradients of what a recomputed call of a layer began with, inside of ``B[i,j]``.
 
-    Those that ``W[i,j]`` will compute are left out.
+    Those that ``W[i,j]`` will compute are left out; none if hooks see what the call's ``node``
+    returns.
     """
-    if i not in cut.deferred:  # none is, or a stored tensor goes back when the step is over
+    # Or there is no W, or a stored tensor goes back when the step is over.
+    if i not in cut.deferred or not is_free_of_hooks(node):
         return differentiate(ys, wanted, dys)
     ends = list(map(_node, ys))
     begins = {one.node for one in wanted if not isinstance(one, Tensor)}
@@ -130,13 +133,14 @@ def gradients_of(
     a part of it, which is the caller's.
     """
     assert stage.step_boundary is not None
-    inner: AbstractContextManager[object] = NOTHING
+    weights, inner = behind.leaves, NOTHING
     if is_in_python(map(type, behind.nodes), _ENGINELESS):
-        weights = (*stage.layers.parameters(), *stage.step_boundary.step.beside())
+        weights = [*weights, *stage.layers.parameters(), *stage.step_boundary.step.beside()]
         inner = taking_gradients(weights, stage.step_boundary.gradients)
+    compute = partial(differentiate, retain_graph=bool(behind.others))
     try:
         with inner:
-            return differentiate(ys, wanted, dys, retain_graph=bool(behind.others))
+            return hiding_partial_gradients(weights, compute, ys, wanted, dys)
     except BaseException as error:
         # When a node raises, its thread keeps the nodes that were ready until its next backward.
         torch.autograd.backward(torch.ones((), device="cpu", requires_grad=True))
@@ -149,19 +153,18 @@ _ENGINELESS = ("_EnterBackward", "_CheckpointBackward", "CompiledFunctionBackwar
 """Functions written in Python whose backward is known to call no engine."""
 
 
-def refuse_hooked(cut: StepBoundary, leaves: Iterable[Tensor]) -> None:
-    """Refuse leaves whose hooks would be called once per micro-batch.
+def _refuse_own_hooks(cut: StepBoundary, leaves: Iterable[Tensor]) -> None:
+    """Refuse hooks that a layer puts on a weight in its forward: one for each micro-batch.
 
     Raises:
-        RuntimeError: a leaf has hooks, and nothing stands in for it.
+        RuntimeError: a leaf has a hook that was registered during the step.
     """
     for leaf in leaves:
-        if tensor_hooks(leaf) and leaf not in cut.gradients.stand_ins:
+        if (hooks := tensor_hooks(leaf)) and max(hooks) >= cut.step.first_hook:
             raise RuntimeError(
-                f"a tensor of shape {tuple(leaf.shape)} has a hook that would see a part of "
-                "its gradient for each micro-batch: nothing can stand in for what loss_fn or "
-                "a custom autograd function uses, or what is no parameter of a layer. Use "
-                "register_post_accumulate_grad_hook, or loss.backward()"
+                f"a hook on a weight of shape {tuple(leaf.shape)} was registered in a forward, "
+                "which does so for each micro-batch, so each of these hooks would be called with "
+                "the whole gradient; register it once, before the step"
             )
 
 
@@ -182,7 +185,7 @@ def taking_gradients(weights: Iterable[Tensor], sums: Sums) -> Iterator[None]:
     the loss, and it is delivered with the sums. All of the backward runs on this thread meanwhile,
     on GPUs as well, so nobody else's gradients are taken.
     """
-    wanted = [weight for weight in weights if weight.requires_grad]
+    wanted = list({id(weight): weight for weight in weights if weight.requires_grad}.values())
     held = accumulators(wanted)  # views, which hold the nodes that add to ``.grad``
     here, handles, taken = threading.get_ident(), list[Any](), list[Any]()
     try:
@@ -204,11 +207,5 @@ def _take(
 ) -> tuple[Any, ...] | None:
     if threading.get_ident() != thread:
         return None  # another caller's, which passes
-    if tensor_hooks(weight) or hooks_on_grad(weight):
-        raise RuntimeError(
-            f"a weight of shape {tuple(weight.shape)} has a hook, and a custom autograd function "
-            "calls backward by itself: the hook would see parts of the gradient of a step. Remove "
-            "the hook, or use loss.backward()"
-        )
     taken.append((weight, arriving))
     return (None,)

@@ -28,7 +28,6 @@ from pipert.observe.notifier import Notifier
 from pipert.queues.latch import Latch
 from pipert.schedules.plan import Plan
 from pipert.stage.links import SkipLinks
-from pipert.stage.shared_memory import Shared
 from pipert.workers.context import CallerContext
 
 
@@ -52,8 +51,6 @@ class Run:
     outputs: list[Value] = field(default_factory=list)
     sources: dict[tuple[torch.device, int], torch.cuda.Stream] = field(default_factory=dict)
     """The copy streams on which tensors were read, by device and micro-batch."""
-    aliases: dict[tuple[int, int], Shared] = field(default_factory=dict)
-    """By micro-batch and stage, the tensors of its input that shared memory before; only ints."""
     at_end: Callable[[], None] | None = None
     """Called by the caller when the run is over, however it ended."""
     dropped: bool = False

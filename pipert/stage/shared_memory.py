@@ -6,16 +6,14 @@ stays one (``batch.tensors``). Overlapping tensors may be read. So only a change
 the layers have made it.
 
 1. Tensors that share a storage are found before a value enters a stage, while it is as it was sent.
-2. Their versions tell whether the layers have changed them. Inference tensors have no version, and
-   are compared.
+2. Their versions tell whether the layers have changed them. Inference tensors have none.
 3. Only then are changed tensors tested for overlap, byte by byte.
-4. Layers may hand on clones or copies of overlapping tensors, which share nothing. So a stage tells
-   the next one.
-5. Without a graph, tensors that still share their storage behave as in the plain module.
+4. Without a graph, tensors that still share their storage behave as in the plain module.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from itertools import combinations
 from typing import NamedTuple
@@ -24,8 +22,8 @@ import torch
 from torch import Tensor
 
 from pipert._torch import storage_of
-from pipert._typing import Tensors, Value
-from pipert.batch.tensors import Carried, describe, tensors_of, version
+from pipert._typing import Value
+from pipert.batch.tensors import Carried, describe, tensors_of, versions
 
 
 class Extent(NamedTuple):
@@ -47,65 +45,39 @@ def find_shared(value: Value) -> Shared:
     start = 0
     for part in parts:
         tensors = tensors_of(part)[0]
-        homes = [storage_of(tensor) for tensor in tensors if _has_storage(tensor)]
-        if len(set(homes)) < len(homes):
-            for together in _by_storage(tensors).values():
-                for k, other in combinations(together, 2):
+        homes = {k: storage_of(x) for k, x in enumerate(tensors) if _has_storage(x)}
+        if len({*homes.values()}) < len(homes):
+            for k, other in combinations(homes, 2):
+                if homes[k] == homes[other]:
                     extents = _extent(tensors[k]), _extent(tensors[other])
                     shared[start + k, start + other] = extents
         start += len(tensors)
     return shared
 
 
-def compute_watching(
-    shared: Shared, propagate: Callable[[Shared], None], compute: Callable[[Value], Value], x: Value
-) -> Value:
-    """Return ``compute(x)``; pass the pairs in it that stem from ``shared`` to ``propagate``.
+def compute_watching(shared: Shared, compute: Callable[[Value], Value], x: Value) -> Value:
+    """Return ``compute(x)``.
 
     Raises:
         RuntimeError: one tensor of an overlapping pair was changed in place.
     """
-    tensors = tensors_of(x)[0]
-    watched = {k for pair in shared for k in pair}
-    homes = {k: storage_of(tensors[k]) for k in watched}
-    if not torch.is_grad_enabled():  # rule 5
-        shared = {pair: both for pair, both in shared.items() if homes[pair[0]] != homes[pair[1]]}
-        watched = {k for pair in shared for k in pair}
-    before = {k: _state(tensors[k]) for k in watched}
+    tensors, is_apart = tensors_of(x)[0], torch.is_grad_enabled()  # rule 4
+    pairs = [
+        (*pair, extents) for pair, extents in shared.items()
+        if is_apart or len({storage_of(tensors[k]) for k in pair}) > 1
+    ]  # fmt: skip
+    before = versions(tensors)
     y = compute(x)
-    changed = {k for k in watched if _is_changed(tensors[k], before[k])}
-    for pair, extents in shared.items():
-        if not changed.isdisjoint(pair) and _overlap(*extents):
-            one, other = (describe(tensors[k]) for k in pair)
+    changed = list(map(operator.ne, before, versions(tensors)))
+    for k, other, extents in pairs:
+        if (changed[k] or changed[other]) and _overlap(*extents):
             raise RuntimeError(
-                f"two tensors that came here in one value, {one} and {other}, share memory, and "
-                "one was changed in place: the plain module changes both, and here they are "
-                "apart. Let the layer that they come from return a clone of one, or change a copy "
-                "(inplace=False)"
+                f"two tensors that came here in one value, {describe(tensors[k])} and "
+                f"{describe(tensors[other])}, share memory, and one was changed in place: the "
+                "plain module changes both, and here they are apart. Let the layer that they come "
+                "from return a clone of one, or change a copy (inplace=False)"
             )
-    if shared:
-        propagate(_handed_on(shared, homes, y.value if isinstance(y, Carried) else y))
     return y
-
-
-def _handed_on(shared: Shared, homes: dict[int, int], y: Value) -> Shared:
-    """Return the pairs of ``y`` with the two separate storages of a pair in ``shared``."""
-    apart = {frozenset((homes[k], homes[other])): both for (k, other), both in shared.items()}
-    found = [(k, home) for home, ks in _by_storage(tensors_of(y)[0]).items() for k in ks]
-    return {
-        (k, other): apart[frozenset((home, elsewhere))]
-        for (k, home), (other, elsewhere) in combinations(sorted(found), 2)
-        if home != elsewhere and frozenset((home, elsewhere)) in apart
-    }
-
-
-def _by_storage(tensors: Tensors) -> dict[int, list[int]]:
-    """Group the numbers of tensors that have a storage by its address."""
-    places: dict[int, list[int]] = {}
-    for k, tensor in enumerate(tensors):
-        if _has_storage(tensor):
-            places.setdefault(storage_of(tensor), []).append(k)
-    return places
 
 
 def _has_storage(tensor: Tensor) -> bool:
@@ -137,17 +109,3 @@ def _overlap(one: Extent, other: Extent) -> bool:
     taken = torch.zeros(max(ends) - start, dtype=torch.bool, device="cpu")
     taken.as_strided(one.shape, one.strides, one.offset - start).fill_(True)
     return bool(taken.as_strided(other.shape, other.strides, other.offset - start).any())
-
-
-def _state(tensor: Tensor) -> int | Tensor:
-    return tensor.clone() if tensor.is_inference() else version(tensor)
-
-
-def _is_changed(tensor: Tensor, before: int | Tensor) -> bool:
-    if isinstance(before, int):
-        return version(tensor) != before
-    return not torch.equal(_bits(tensor), _bits(before))  # bits, since nan does not equal itself
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.resolve_conj().contiguous().reshape(-1).view(torch.uint8)

@@ -156,8 +156,7 @@ class Stage:
         The input comes last, so that a backward goes on with its gradient first.
         """
         skips = [self.run.skips.receive(key, i, self.place.j) for key, _ in self.arriving]
-        shared = find_shared(x if self.skips is None else Carried(x, tuple(skips)))
-        self.shared = shared | self.run.aliases.pop((i, self.place.j), {})
+        self.shared = find_shared(x if self.skips is None else Carried(x, tuple(skips)))
         for number, (_, k) in enumerate(self.arriving):
             skips[number] = self.boundary.cross(i, skips[number], k, is_skip=True)
         x = self.boundary.cross(i, x, self.boundary.copies.previous)
@@ -169,11 +168,6 @@ class Stage:
         for (key, k), value in zip(self.leaving, leaving, strict=True):
             self.run.skips.send(key, i, k, value)
         return y
-
-    def propagate_aliases(self, i: int, shared: Shared) -> None:
-        """Tell the next stage which tensors would share memory, had this stage not copied them."""
-        if shared:
-            self.run.aliases[i, self.place.j + 1] = shared
 
     def give_up(self) -> None:
         """Close the links and drop all values but those of an executing action. From any thread.

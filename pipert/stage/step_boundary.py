@@ -119,18 +119,15 @@ class StepBoundary:
         return loss if skips is None else Carried(loss, skips)
 
     def copy_weight(self, i: int, weight: Tensor) -> Tensor:
-        """Copy a parameter that lives elsewhere; make a stand-in for a parameter that has hooks.
+        """Copy a parameter that lives elsewhere.
 
-        Autograd calls the hooks of a tensor with each part of its gradient, but they must see the
-        whole, once. So the parts go to the stand-in. A model that asks for a stand-in in inference
-        mode may use it again outside of that mode.
+        A model that asks for it in inference mode may use it again outside of that mode.
         """
         with torch.inference_mode(False):
             (leaf,) = self.copies.bring(i, (weight.detach(),), None)
             leaf.requires_grad_(weight.requires_grad)
         self.gradients.stand_ins[leaf] = weight
-        found: Tensor = leaf
-        return found
+        return leaf  # type: ignore[no-any-return]
 
     def numbers(self) -> range:
         """Return the numbers of nodes made here, without any that a node of the caller may have."""

@@ -5,12 +5,15 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import pipert
+from pipert import RecomputationError
 from tests.contract.ways import (
     CALL,
     SCHEDULES,
@@ -164,7 +167,7 @@ def test_hooks_of_the_weights_of_a_recurrent_layer_are_called_once(way: Way) -> 
     same(grads_of(module), grads_of(plain))
 
 
-# Where nothing can stand in for the parameter.
+# Weights that no layer has as a parameter, or whose use no function mode sees.
 
 
 class Custom(nn.Module):
@@ -203,13 +206,6 @@ class Own(nn.Module):
         return x * self.weight
 
 
-UNSEEN: dict[str, Callable[[], list[nn.Module]]] = {
-    "custom function": lambda: [linear(3, 3), Custom(), nn.Tanh(), linear(3, 2)],
-    "returned": lambda: [linear(3, 3), Hands(), Times(), linear(3, 2)],
-    "no parameter": lambda: [linear(3, 3), Own(), nn.Tanh(), linear(3, 2)],
-}
-
-
 class ScaledLoss(nn.Module):
     """A loss with a parameter."""
 
@@ -221,25 +217,54 @@ class ScaledLoss(nn.Module):
         return mean(y * self.weight, None)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("kind", [*UNSEEN, "of the loss"])
-def test_a_hook_that_would_see_parts_is_refused_or_called_once(kind: str, schedule: str) -> None:
-    is_loss = kind == "of the loss"
-    module: Any = model() if is_loss else nn.Sequential(*UNSEEN[kind]())
-    loss: Any = ScaledLoss() if is_loss else mean
-    hooked: Any = loss if is_loss else module[1]
-    x = batch(7)
+UNSEEN: dict[str, Callable[[], list[nn.Module]]] = {
+    "custom function": lambda: [linear(3, 3), Custom(), nn.Tanh(), linear(3, 2)],
+    "returned": lambda: [linear(3, 3), Hands(), Times(), linear(3, 2)],
+    "no parameter": lambda: [linear(3, 3), Own(), nn.Tanh(), linear(3, 2)],
+    "of the loss": lambda: [linear(3, 3), nn.Tanh(), nn.Tanh(), linear(3, 2)],
+}
+
+
+@each_way
+@pytest.mark.parametrize("is_late", [False, True], ids=["before", "after the first step"])
+@pytest.mark.parametrize("kind", UNSEEN)
+def test_a_hook_of_any_leaf_is_called_once(kind: str, is_late: bool, way: Way) -> None:
+    module = nn.Sequential(*UNSEEN[kind]())
+    loss: Any = ScaledLoss() if kind == "of the loss" else mean
+    hooked: Any = loss if kind == "of the loss" else module[1]
+    x, calls = batch(7), list[Tensor]()
     (expected,) = torch.autograd.grad(loss(module(x), None), hooked.weight)
-    calls: list[Tensor] = []
-    hooked.weight.register_hook(lambda grad: calls.append(grad) or grad * 2)
-    try:
-        step(module, Way(schedule, "never"), x, loss_fn=loss)
-    except (RuntimeError, ValueError) as error:
-        assert "hook" in str(error)
-        assert module[0].weight.grad is None
-    else:
+
+    def double(gradient: Tensor) -> Tensor:
+        calls.append(gradient)
+        return gradient * 2
+
+    with piped(module, [2, 2], way) as pipe:
+        if is_late:
+            take_step(pipe, way, x, loss_fn=loss)
+            hooked.weight.grad = None
+        handle = hooked.weight.register_hook(double)
+        take_step(pipe, way, x, loss_fn=loss)
         assert len(calls) == 1
         same(hooked.weight.grad, expected * 2)
+        handle.remove()
+        take_step(pipe, way, x, loss_fn=loss)
+    assert len(calls) == 1
+    same(hooked.weight.grad, expected * 3)
+
+
+@pytest.mark.parametrize("schedule", [*SCHEDULES, "zb-h1"])
+def test_a_hook_that_a_forward_puts_on_a_weight_is_refused_in_a_step(schedule: str) -> None:
+    class Registers(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            weight: Any = self.weight
+            weight.register_hook(lambda gradient: gradient * 2)
+            return super().forward(x)
+
+    module = nn.Sequential(linear(3, 4), nn.Tanh(), Registers(4, 2, dtype=torch.float64))
+    with pytest.raises(RuntimeError, match="registered in a forward.*before the step"):
+        step(module, Way(schedule, "never"), batch(7))
+    assert all(parameter.grad is None for parameter in module.parameters())
 
 
 # Hooks of modules, which see micro-batches as in a call of the pipe.
@@ -277,4 +302,47 @@ def test_hooks_of_activations_see_those_of_their_micro_batch(way: Way) -> None:
     plain = copy.deepcopy(module)
     step(module, way, x)
     plain_step(plain, x)
+    same(grads_of(module), grads_of(plain))
+
+
+REGISTER: dict[str, Callable[[Any, Any], Any]] = {
+    "full": lambda layer, hook: layer.register_full_backward_hook(hook),
+    "before": lambda layer, hook: layer.register_full_backward_pre_hook(partial(hook, _=0)),
+    "not full": lambda layer, hook: layer.register_backward_hook(hook),
+    "of all modules": lambda _, hook: nn.modules.module.register_module_full_backward_hook(hook),
+    "forward": lambda layer, hook: layer.register_forward_hook(lambda _, x, y: y * 2),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Using a non-full backward hook:FutureWarning")
+@pytest.mark.parametrize("kind", [pipert.Pipe, pipert.pipeline])
+@pytest.mark.parametrize("is_added", [False, True], ids=["removed", "added"])
+@pytest.mark.parametrize("hook", REGISTER)
+def test_a_module_s_hook_of_the_forward_alone_or_of_its_recomputation_alone_is_refused(
+    hook: str, is_added: bool, kind: Any
+) -> None:
+    def double(module: object, dxs: Any, _: object) -> tuple[Tensor | None, ...]:
+        return tuple([None if dx is None else dx * 2 for dx in dxs])
+
+    module, x = not_in_place(), batch(7, requires_grad=True)
+    register = partial(REGISTER[hook], module[2], double)
+    cuts = [2, 3] if kind is pipert.Pipe else ["2"]
+    with kind(module, cuts, devices=["cpu"] * 2, chunks=3, checkpoint="always") as pipe:
+        if not is_added:
+            handle = register()
+        loss = mean(pipe(x), None)
+        if is_added:
+            handle = register()
+        else:
+            handle.remove()
+        try:
+            with pytest.raises(RecomputationError, match="checkpoint='never'"):
+                loss.backward()
+        finally:
+            handle.remove()
+        module.zero_grad()
+        mean(pipe(x), None).backward()
+    plain = not_in_place()
+    plain.load_state_dict(module.state_dict())
+    mean(plain(x), None).backward()
     same(grads_of(module), grads_of(plain))

@@ -67,12 +67,9 @@ OVERLAPPING: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] 
 @pytest.mark.pairwise
 @each_way
 @pytest.mark.parametrize("kind", OVERLAPPING)
-@pytest.mark.parametrize("balance", [[2, 3], [1, 1, 1, 1, 1]], ids=str)
-def test_a_change_of_one_of_two_that_overlap_is_refused(
-    kind: str, balance: list[int], way: Way
-) -> None:
+def test_a_change_of_one_of_two_that_overlap_is_refused(kind: str, way: Way) -> None:
     module = between(*OVERLAPPING[kind])
-    with piped(module, balance, way) as pipe:
+    with piped(module, [2, 3], way) as pipe:
         with pytest.raises(RuntimeError, match="share memory.*changed in place.*a clone of one"):
             take_step(pipe, way, batch(7))
     assert set(grads_of(module).values()) == {None}
@@ -115,15 +112,13 @@ def test_overlapping_values_without_gradients_change_as_in_the_plain_module(
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("guard", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("guard", [torch.enable_grad, torch.no_grad])
 @pytest.mark.parametrize("kind", OVERLAPPING)
 def test_a_change_behind_a_copy_is_refused(kind: str, guard: Any) -> None:
-    module, places = between(*OVERLAPPING[kind]), ["cpu", "cuda:0", "cpu"]
-    for balance in ([2, 3], [2, 1, 2]):
-        devices = places[: len(balance)]
-        with guard(), Pipe(copy.deepcopy(module), balance, devices=devices, chunks=3) as pipe:
-            with pytest.raises(RuntimeError, match="share memory"):
-                pipe(batch(7))
+    module, devices = between(*OVERLAPPING[kind]), ["cpu", "cuda:0"]
+    with guard(), Pipe(module, [2, 3], devices=devices, chunks=3) as pipe:
+        with pytest.raises(RuntimeError, match="share memory"):
+            pipe(batch(7))
 
 
 @each_way

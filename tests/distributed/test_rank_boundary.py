@@ -43,7 +43,7 @@ def sent(parcel: Parcel) -> Arrived:
 @pytest.mark.parametrize("make", MAKES.values(), ids=MAKES.keys())
 def test_a_tensor_arrives_as_it_left(make: Callable[[], Tensor]) -> None:
     tensor = make()
-    arrived = sent(pack({"x": [tensor, tensor], "n": 1}, {}))
+    arrived = sent(pack({"x": [tensor, tensor], "n": 1}))
     value: Any = arrived.rebuild(arrived.leaves())
     assert value["x"][0] is value["x"][1] and value["n"] == 1
     found: Tensor = value["x"][0]
@@ -53,12 +53,12 @@ def test_a_tensor_arrives_as_it_left(make: Callable[[], Tensor]) -> None:
 
 def test_a_dense_tensor_is_sent_without_a_copy() -> None:
     tensor = MAKES["channels last"]().requires_grad_()
-    assert pack((tensor,), {}).tensors[0].data_ptr() == tensor.data_ptr()
+    assert pack((tensor,)).tensors[0].data_ptr() == tensor.data_ptr()
 
 
 def test_gradients_return_in_the_format_of_the_tensor() -> None:
     tensors = torch.randn(4, 6).t().requires_grad_(), torch.ones(2), torch.ones(2).requires_grad_()
-    arrived = sent(pack(tensors, {}))
+    arrived = sent(pack(tensors))
     assert [leaf.requires_grad for leaf in arrived.leaves()] == [True, False, True]
     dx, zero = arrived.gradients([torch.ones(6, 4), None])
     assert dx.stride() == tensors[0].stride() and torch.equal(zero, torch.zeros(2))
@@ -84,7 +84,7 @@ def adds_in_place(rank: int) -> Any:
 
 def test_no_gradient_returns_for_what_came_without_grad_and_was_changed_in_place() -> None:
     model = nn.Sequential(nn.Linear(4, 4).requires_grad_(False), AddsInPlace())
-    arrived = sent(pack(model[0](torch.ones(4, 4)), {}))
+    arrived = sent(pack(model[0](torch.ones(4, 4))))
     (x,) = arrived.leaves()
     assert model[1](x).requires_grad and arrived.gradients([]) == []
     first, second = run(2, adds_in_place)

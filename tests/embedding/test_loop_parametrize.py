@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-import torch.nn.utils.prune
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import orthogonal, weight_norm
@@ -21,7 +19,6 @@ Agree = Callable[..., None]
 
 # What torch does not type.
 mse_loss: Any = F.mse_loss
-prune: Any = torch.nn.utils.prune
 
 modes = pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
 
@@ -120,27 +117,3 @@ def test_a_cached_parametrization_is_refused_where_it_is_recomputed(
                 if inside:
                     loss.backward()
             loss.backward()
-
-
-# Pruning ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_a_pruned_layer_of_several_partitions_is_refused_in_a_step(schedule: str) -> None:
-    """Its hook sets its weight, and two threads took that of the other for theirs."""
-    layer = nn.Linear(8, 8)
-    module = nn.Sequential(layer, nn.Tanh(), nn.Sequential(layer))
-    plain = copy.deepcopy(module)
-    x = torch.randn(6, 8)
-    with Pipe(module, [2, 1], devices=["cpu"] * 2, chunks=3, checkpoint="never") as pipe:
-        for each in (layer, plain[0]):
-            prune.l1_unstructured(each, "weight", 0.5)
-        with pytest.raises(ValueError, match="'2.0' is used in several partitions, and torch.nn"):
-            pipe.forward_backward(x, loss_fn=lambda y, _: y.mean(), schedule=schedule)
-        for model in (pipe, plain):
-            model(x).mean().backward()
-    assert layer.weight_orig.grad is not None
-    torch.testing.assert_close(layer.weight_orig.grad, plain[0].weight_orig.grad)
-    module[2] = nn.Linear(8, 8)
-    with Pipe(module, [2, 1], devices=["cpu"] * 2, chunks=3) as pipe:
-        pipe.forward_backward(x, loss_fn=lambda y, _: y.mean(), schedule=schedule)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import pipert
 from pipert import Pipe, TransformError
 
 X = torch.ones(4, 3)
@@ -45,3 +46,13 @@ def test_the_refusal_says_what_to_pass_instead(
         made = BY[by](nn.Sequential(*pipe))
         made = made.module() if by == "torch.export" else made
         assert torch.equal(made(X), pipe(X))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by", ["torch.export", "torch.jit.trace"])
+def test_a_model_that_is_in_a_pipe_is_refused_as_the_pipe_is(by: str) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+    with pipert.pipeline(model, ["1"], devices=["cpu"] * 2), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(TransformError, match=f"{by} got a pipe"):
+            BY[by](model)

@@ -51,6 +51,10 @@ def layers() -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 3), Reversible(), Reversible()).double()
 
 
+def on_cpu(module: nn.Module) -> dict[str, Tensor | None]:
+    return {k: None if dw is None else dw.cpu() for k, dw in grads_of(module).items()}
+
+
 Make = Callable[[nn.Sequential], Any]
 
 
@@ -80,8 +84,7 @@ def test_gradients_are_the_plain_module_s(make: Make, schedule: str) -> None:
         for _ in range(2):  # the second step adds to what the first has left
             torch.autograd.backward(mse(plain(x), target))
             pipe.forward_backward(x, target=target, loss_fn=mse, schedule=schedule)
-            on_cpu = {k: None if dw is None else dw.cpu() for k, dw in grads_of(module).items()}
-            same(on_cpu, grads_of(plain))
+            same(on_cpu(module), grads_of(plain))
 
 
 @pytest.mark.parametrize("kind", [Tensor, Labelled])
@@ -155,13 +158,18 @@ def test_weights_of_the_model_s_own_code_and_of_the_loss_are_no_exception() -> N
 
 
 @pytest.mark.parametrize("method", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_a_hook_that_would_see_a_part_is_refused(make: Make, method: str) -> None:
-    module, x = layers(), batch(8).double()
-    getattr(list(module.parameters())[2], method)(lambda _: None)  # of the first reversible layer
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_a_hook_is_called_once_with_the_whole(make: Make, method: str, schedule: str) -> None:
+    module, x, seen = layers(), batch(8).double(), list[Tensor]()
+    plain, weight = copy.deepcopy(module), list(module.parameters())[2]  # of the first such layer
+    is_on_grad = method != "register_hook"
+    getattr(weight, method)(lambda x: seen.append(x.grad.clone() if is_on_grad else x))
+    torch.autograd.backward(mse(plain(x), x))
     with make(module) as pipe:
-        with pytest.raises(RuntimeError, match="custom autograd function calls backward"):
-            pipe.forward_backward(x, target=x, loss_fn=mse)
-        assert all(p.grad is None for p in module.parameters())
+        pipe.forward_backward(x, target=x, loss_fn=mse, schedule=schedule)
+    assert len(seen) == 1
+    same(seen[0].cpu(), list(plain.parameters())[2].grad)
+    same(on_cpu(module), grads_of(plain))
 
 
 class Meeting(torch.autograd.Function):
