@@ -114,7 +114,7 @@ def hiding_partial_gradients(
     leaves: Iterable[Tensor], compute: Callable[..., T], *args: Any, **kwargs: Any
 ) -> T:
     """Return ``compute(*args, **kwargs)``, during which no hook on ``leaves`` is called."""
-    before, hidden = get_thread_local(_HIDDEN), set[int]()
+    hidden = set[int]()
     for leaf in leaves:
         for hooks in filter(None, (tensor_hooks(leaf), hooks_on_grad(leaf))):
             hidden.add(id(leaf))
@@ -123,6 +123,7 @@ def hiding_partial_gradients(
                     hooks[number] = _HookOnSum(hook, id(leaf))
     if not hidden:
         return compute(*args, **kwargs)
+    before = get_thread_local(_HIDDEN)
     hidden.update(before or ())
     try:
         set_thread_local(_HIDDEN, hidden)
