@@ -31,8 +31,7 @@ def refuse(_: Any) -> Tensor:
     """Refuse to read a tensor that was not saved."""
     raise RecomputationError(
         "a backward came through the forward of a micro-batch whose activations are not kept: "
-        "a layer ran it through itself, or has stored what a loss or another layer uses, maybe in "
-        "an object that is no pytree; return it as a tensor, exempt the layer with "
+        "a layer ran it through itself, or has stored what a loss uses; exempt it with "
         "pipert.never_recompute, or use checkpoint='never'"
     )
 
