@@ -248,8 +248,7 @@ class PipeBase(Settings):
         if not self._has_stepped and microbatches is None:
             self._advise(inputs)
         schedule = self._schedule if schedule is None else schedule
-        chosen = self._checkpoint or ("never" if maker_of(schedule) in BOUNDED else "except_last")
-        checkpointed = recomputed_in_each(chosen, m, n)
+        checkpointed = recomputed_in_each(self._checkpoint_of(schedule), m, n)
         planned = plan(schedule, m, n, self._runtime.workers, checkpointed)
         beside = cache(partial(unpartitioned_weights, self._partitions, (entry, loss_fn)))
         run_step = Step(loss, return_outputs, beside)
@@ -343,4 +342,8 @@ class PipeBase(Settings):
         raise not_traced("torch.jit.script")
 
     def extra_repr(self) -> str:
-        return f"chunks={self._chunks}, checkpoint={self.checkpoint!r}"
+        return f"chunks={self._chunks}, checkpoint={self._checkpoint_of(self._schedule)!r}"
+
+    def _checkpoint_of(self, schedule: str | Schedule) -> str | tuple[str, ...]:
+        """Return the checkpoint of a step: as chosen, or what its schedule needs."""
+        return self._checkpoint or ("never" if maker_of(schedule) in BOUNDED else "except_last")
