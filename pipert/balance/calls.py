@@ -34,7 +34,7 @@ from pipert._typing import Device, Value
 from pipert.autograd.hooks import without_hooks
 from pipert.balance.cost import Cost, joined, total, without
 from pipert.balance.measure import Call, Storages, collecting_saved, now, weights_of
-from pipert.batch.microbatch import Arguments, explain_keywords, scatter
+from pipert.batch.microbatch import Arguments, explain_example, scatter
 from pipert.batch.tensors import Carried, tensors_of
 from pipert.layers.nested_checkpoint import checkpoint_around
 from pipert.model.calls import (
@@ -152,8 +152,7 @@ def measure_calls(
         try:
             then(model(*args, **kwargs))
         except TypeError as error:
-            if kwargs:
-                explain_keywords(error)
+            explain_example(error, args, kwargs)
             raise
         calls.end_own_code(())
     return calls.costs()

@@ -155,6 +155,10 @@ def _scale_of(optimizer: Optimizer | Callable[..., Optimizer] | None) -> float:
     """Return the memory of a parameter, its gradient and its state, relative to the parameter's."""
     if optimizer is None:
         return 2.0
+    if not (isinstance(optimizer, Optimizer) or callable(optimizer)):
+        raise TypeError(
+            f"optimizer must be one, or its class, such as torch.optim.AdamW, got {optimizer!r}"
+        )
     parameter = nn.Parameter(torch.zeros(64, 64))
     parameter.grad = torch.zeros_like(parameter)
     if not isinstance(optimizer, Optimizer):
