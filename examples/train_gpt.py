@@ -62,9 +62,7 @@ GO_ON = """What to try next: python examples/train_gpt.py with
   --steps 1000              more steps: so far it knows little more than which bytes are common
   --save gpt.pt             a checkpoint; later --resume gpt.pt --steps 1000 continues from it
   --devices cpu,cpu,cpu --balance 2,2,2 --chunks 8    other devices (cuda:0,...), layers per device
-  --help                    everything else
-To see what each device did when, after the first evaluation (the picture needs matplotlib):
-  python -m pipert trace --skip 20 --plot timeline.svg examples/train_gpt.py --steps 20"""
+  --help                    everything else"""
 
 # Saved with the model's shape, so that a resumed run continues unchanged. The devices may differ.
 SAVED_OPTIONS = ("steps", "batch", "lr", "warmup", "seed", "data", "chunks", "checkpoint")

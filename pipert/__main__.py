@@ -8,9 +8,8 @@ from collections.abc import Sequence
 
 import pipert
 from pipert.check import command, demo
-from pipert.pipes import traced_script
 
-_TOOLS = (demo, traced_script, command)
+_TOOLS = (demo, command)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -202,12 +202,11 @@ STATE_TABLES = tuple(
 """Those that hold its parameters, buffers and modules, and which buffers are not persistent."""
 _needed("_forward_pre_hooks", nn.Identity())
 forward_pre_hooks: Callable[[nn.Module], Any] = operator.attrgetter("_forward_pre_hooks")
-_BACKWARD = ("_backward_hooks", "_backward_pre_hooks")
-_needed(_BACKWARD[1], nn.Identity())
-backward_hooks: Callable[[nn.Module], Any] = operator.attrgetter(*_BACKWARD)
+_needed("_backward_pre_hooks", nn.Identity())
+backward_hooks: Callable[[nn.Module], Any] = operator.attrgetter(
+    "_backward_hooks", "_backward_pre_hooks"
+)
 """The hooks of a module's backward, by the numbers of their handles, in two dicts."""
-global_backward_hooks = [_or({}, f"torch.nn.modules.module:_global{name}") for name in _BACKWARD]
-"""Those of all modules."""
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -232,6 +231,9 @@ is_lazy: Callable[[Any], bool] = _or(
 )
 """Whether a parameter or buffer has no shape yet."""
 
+LEFT_ALIGNED = "_nested_tensor_from_mask_left_aligned"
+"""The function that ``nn.TransformerEncoder`` calls before it takes its fast path."""
+
 add_in_place: Callable[..., object] = _or(
     lambda xs, ys: [x.add_(y) for x, y in zip(xs, ys, strict=True)], "torch:_foreach_add_"
 )
@@ -244,6 +246,10 @@ if TYPE_CHECKING:
 else:
     pytree = _needed("torch.utils:_pytree")
 _needed("torch.utils._pytree:SUPPORTED_NODES")
+
+# Meta tensors to which the casts of a device apply
+FakeTensor: Any = _needed("torch._subclasses.fake_tensor:FakeTensor")
+FakeTensorMode: Any = _needed("torch._subclasses.fake_tensor:FakeTensorMode")
 
 # Modes of a thread --------------------------------------------------------------------------------
 

@@ -106,6 +106,7 @@ class NestedCheckpointError(PipertError):
     """``torch.utils.checkpoint`` was used where recomputation gives wrong gradients or statistics.
 
     * Inside a layer, around a BatchNorm with deferred statistics: it would update them again.
+    * Around a cut, as part of a function whose beginning is in another partition.
     * Around a pipe, in its non-reentrant form: it would mix up what the workers save.
     """
 

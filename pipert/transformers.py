@@ -38,9 +38,17 @@ except ImportError as error:
         "pip install transformers accelerate"
     ) from error
 
-from pipert.any_model.routed import divides_by_number_of_items, pipe_of
+from pipert.any_model.added_losses import (
+    Before,
+    LossCheck,
+    LossesDoNotAddUp,
+    NumberOfItems,
+    takes_number,
+)
+from pipert.any_model.routed import pipe_of
 from pipert.batch.microbatch import scatter
 from pipert.batch.tensors import tensors_of
+from pipert.layers.phase import current_microbatch
 from pipert.pipes.module_pipe import ModulePipe
 
 __all__ = ["Pipelined"]
@@ -54,8 +62,9 @@ class Pipelined(_Base):  # type: ignore[misc,unused-ignore]
     """A mixin for a ``Trainer``, whose training steps run in the pipe of its model.
 
     A batch is split further, by its rows, if the pipe has ``chunks`` and the loss is a sum that is
-    divided by the number of items in all batches: that of a causal language model, or a
-    ``compute_loss_func``. The loss of any other model is whatever it is for the whole batch.
+    divided by the number of items in all batches, such as that of a causal language model or of a
+    ``compute_loss_func``; the first steps compare. The loss of any other model is whatever it is
+    for the whole batch.
     ``gradient_checkpointing=True`` sets the pipe's ``checkpoint`` to ``'always'``.
 
     Args:
@@ -78,6 +87,7 @@ class Pipelined(_Base):  # type: ignore[misc,unused-ignore]
                 setattr(one, name, False)
         self._pipe_schedule = schedule
         self._pipe_kept: list[tuple[Any, Any, Tensor]] = []
+        self._pipe_splits, self._pipe_is_clear, self._pipe_steps = True, False, 0
         super().__init__(*args, **kwargs)
         self._check_pipe()
         if recomputes:
@@ -146,15 +156,28 @@ class Pipelined(_Base):  # type: ignore[misc,unused-ignore]
     def _take_pipe_step(self, model: nn.Module, factor: Tensor) -> Tensor:
         """Run what was kept forward and backward; losses count by ``factor``."""
         kept, self._pipe_kept = self._pipe_kept, []
-        microbatches = [
-            (part, number)
-            for inputs, number, _ in kept
-            for part in self._pipe_parts(inputs, number)
-        ]
+        self._pipe_steps += 1
+        before = Before(self.model)
+        try:
+            return self._step_of_parts(model, factor, kept)
+        except LossesDoNotAddUp:  # from now on each batch is one micro-batch
+            self._pipe_splits = False
+            before.restore()
+            return self._step_of_parts(model, factor, kept)
 
-        def step(microbatch: tuple[Any, Any]) -> Tensor:
-            inputs, number = microbatch
-            loss: Tensor = self.compute_loss(model, inputs, num_items_in_batch=number)
+    def _step_of_parts(self, model: nn.Module, factor: Tensor, kept: Sequence[Any]) -> Tensor:
+        """Take a step with the parts of each batch as its micro-batches."""
+        parts = [self._pipe_parts(inputs, number) for inputs, number, _ in kept]
+        microbatches = [(k, part) for k, each in enumerate(parts) for part in each]
+        losses: list[list[Tensor]] = [[] for _ in kept]
+        is_due = not self._pipe_is_clear or self._pipe_steps & (self._pipe_steps - 1) == 0
+        is_due &= len(microbatches) > len(kept)
+
+        def step(microbatch: tuple[int, Any]) -> Tensor:
+            k, inputs = microbatch
+            is_first = is_due and current_microbatch() == 0
+            loss = self._pipe_loss(model, inputs, kept[k][1], is_first)
+            losses[k].append(loss.detach())
             return loss * factor.to(loss.device)
 
         gradient = kept[-1][2].grad
@@ -167,15 +190,46 @@ class Pipelined(_Base):  # type: ignore[misc,unused-ignore]
                 reduction="sum",
                 loss_scale=gradient / factor,
             )
-        return total.to(factor.device)
+        sums = [torch.stack(each).sum().to(factor.device) * factor for each in losses]
+        finite = [bool(each.isfinite()) for each in sums]
+        if not self.args.logging_nan_inf_filter or all(finite) or not any(finite):
+            return total.to(factor.device)
+        found = torch.zeros_like(factor)
+        for each, counts in zip(sums, finite, strict=True):  # as Trainer does with those it logs
+            found += each if counts else found.clone()
+        return found
+
+    def _pipe_loss(self, model: nn.Module, inputs: Any, number: Any, is_checked: bool) -> Tensor:
+        """Compute the loss of a part of a batch; refuse one that does not add up if ``is_checked``.
+
+        That of SFTTrainer does, except for experts: the probabilities of labels that it adds up.
+        """
+        if not is_checked or self.compute_loss.__module__ == _SFT:
+            loss: Tensor = self.compute_loss(model, inputs, num_items_in_batch=number)
+            return loss
+        arguments = dict(inputs)
+        loss, output = self.compute_loss(model, inputs, True, num_items_in_batch=number)
+        check = LossCheck(self.model, NumberOfItems(number, False, None))
+        if self.compute_loss_func is None:
+            check.look(output, arguments, loss)
+        else:
+            labels = arguments.get("labels")
+            check.compare(loss, lambda n: self.compute_loss_func(output, labels, n))
+        self._pipe_is_clear |= check.is_clear
+        return loss
 
     def _pipe_parts(self, inputs: Any, number: Tensor | int | None) -> Sequence[Any]:
-        """Split a batch by its rows if its loss is a sum that is divided by ``number``."""
-        adds_up = self.compute_loss.__module__ in _OF_SUMS and (
-            self.compute_loss_func is not None or divides_by_number_of_items(self.model, {})
-        )
+        """Split a batch by its rows if its loss may be a sum that is divided by ``number``."""
+        kind = self.compute_loss.__module__
+        if kind == _SFT:
+            may_add_up = not getattr(self, "aux_loss_enabled", False)
+        else:
+            may_add_up = self.compute_loss_func is not None or takes_number(self.model)
+            may_add_up &= self._pipe_splits and kind == "transformers.trainer"
+        if number is None or not may_add_up or not isinstance(inputs, Mapping):
+            return [inputs]
         rows = {len(tensor) for tensor in tensors_of(inputs)[0] if tensor.dim()}
-        if number is None or not adds_up or len(rows) != 1 or not isinstance(inputs, Mapping):
+        if len(rows) != 1:
             return [inputs]
         return [part.kwargs for part in scatter((), dict(inputs), self.pipe.chunks)]
 
@@ -196,8 +250,7 @@ def _check(args: TrainingArguments) -> None:
         )
 
 
-_OF_SUMS = "transformers.trainer", "trl.trainer.sft_trainer"
-"""The modules whose ``compute_loss`` adds up, if the model's loss does."""
+_SFT = "trl.trainer.sft_trainer"
 _LOMO = ("lomo", "adalomo")
 _REFUSED = {
     "torch_compile": "compile layers of the model",

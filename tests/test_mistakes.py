@@ -55,7 +55,38 @@ def backward_again() -> None:
 
 PLAN: dict[str, Any] = {"memory": "1GiB"}
 
+
+class Takes(Chain):
+    """Takes any keyword, as models of transformers do."""
+
+    def forward(self, x: Tensor, **_: Any) -> Tensor:
+        return super().forward(x)
+
+
+def misspelt(how: str, **keywords: Any) -> None:
+    with pipeline(Takes(), ["layers.2"], devices=CPUS, chunks=2) as pipe:
+        if how == "call":
+            pipe(X, **keywords)
+        else:
+            pipe.forward_backward(X, loss_fn=lambda y, _: y.mean(), **keywords)
+
+
 MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "a misspelt denominator": (
+        lambda: misspelt("step", denominater=2), TypeError,
+        r"^denominater=.* perhaps denominator=... is meant.* target, .*go to the model",
+    ),
+    "a misspelt reduction": (
+        lambda: misspelt("step", reductions="sum"), TypeError, "perhaps reduction=",
+    ),
+    "a misspelt schedule": (
+        lambda: misspelt("step", schedul="1f1b"), TypeError, "perhaps schedule=",
+    ),
+    "a misspelt switch": (
+        lambda: misspelt("step", return_output=True), TypeError, "perhaps return_outputs=",
+    ),
+    "a setting in a call": (lambda: misspelt("call", chunks=4), TypeError, r"set pipe\.chunks"),
+    "a setting in a step": (lambda: misspelt("step", chunks=4), TypeError, r"set pipe\.chunks"),
     "a number for cuts": (
         lambda: pipeline(Chain(), wrong(2)), TypeError,
         r"cuts must be a list of names.*got 2; .* write partitions=2 and example=batch",
@@ -149,6 +180,22 @@ def test_a_batch_whose_entries_are_arguments_is_explained() -> None:
         with pytest.raises(TypeError) as caught:
             pipe({"y": X})
         assert "**batch" not in "".join(caught.value.__notes__)
+
+
+def test_where_an_unexpected_keyword_comes_from_is_explained() -> None:
+    def notes(call: Callable[[], Any]) -> str:
+        with pytest.raises(TypeError, match="unexpected keyword argument 'z'") as caught:
+            call()
+        return "".join(caught.value.__notes__)
+
+    loss: Any = {"loss_fn": lambda y, _: y.mean()}
+    with pipeline(Chain(), ["layers.2"], devices=CPUS) as pipe:
+        assert "keywords other than timeout" in notes(lambda: pipe(X, z=1))
+        given = notes(lambda: pipe.forward_backward(X, z=1, **loss))
+        assert "keywords other than loss_fn, target" in given and "(batch,)" not in given
+        given = notes(lambda: pipe.forward_backward(microbatches=[{"x": X, "z": 1}], **loss))
+        assert "give (batch,) in place of batch" in given and "other than" not in given
+    assert "(batch,)" in notes(lambda: pipeline(Chain(), devices=CPUS, example={"x": X, "z": 1}))
 
 
 def test_an_attribute_of_the_model_is_found_there() -> None:

@@ -19,9 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
-from torch.utils.checkpoint import checkpoint
 
-from pipert import NestedCheckpointError, Pipe
+from pipert import Pipe
 from pipert.layers.parameter_copies import Weights, check_copied, weights_elsewhere
 from pipert.model import split as partition_module
 from pipert.stage import assembly
@@ -295,19 +294,6 @@ def test_a_layer_may_differentiate_by_a_tied_parameter_under_no_grad(copies: Cop
     plain = nn.Sequential(Head(weight), Slope(weight))
     with pipe_of(copy.deepcopy(plain), [1, 1]) as pipe, torch.no_grad():
         torch.testing.assert_close(pipe(torch.ones(2, 3)), plain(torch.ones(2, 3)))
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # torch < 2.13
-def test_a_nested_checkpoint_around_a_tied_layer_is_refused(copies: Copies) -> None:
-    class Nested(Head):
-        def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = checkpoint(super().forward, x, use_reentrant=False)
-            return y
-
-    weight = nn.Parameter(torch.eye(3))
-    with pipe_of(nn.Sequential(Head(weight), Nested(weight)), [1, 1], checkpoint="never") as pipe:
-        with pytest.raises(NestedCheckpointError, match="lives on another device"):
-            pipe(torch.ones(2, 3))
 
 
 @pytest.mark.slow

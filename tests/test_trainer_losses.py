@@ -46,13 +46,18 @@ def build() -> Any:
     return transformers.LlamaForCausalLM(config)
 
 
-def trained(kind: Any, model: Any, folder: Path, rows: int = 16, change: Any = None) -> Any:
+def trained(
+    kind: Any, model: Any, folder: Path, rows: int = 16, change: Any = None, empty: Any = ()
+) -> Any:
     ids = torch.randint(1, 32, (rows, 6), generator=torch.Generator().manual_seed(1))
+    labels = [x * 0 - 100 if k // 4 in empty else x for k, x in enumerate(ids)]
     args = transformers.TrainingArguments(
         str(folder), per_device_train_batch_size=4, gradient_accumulation_steps=2, max_steps=2,
         use_cpu=True, report_to="none", save_strategy="no", disable_tqdm=True, logging_steps=1,
     )  # fmt: skip
-    trainer = kind(model, args, train_dataset=[{"input_ids": x, "labels": x} for x in ids])
+    trainer = kind(model, args, train_dataset=[
+        {"input_ids": x, "labels": y} for x, y in zip(ids, labels, strict=True)
+    ])  # fmt: skip
     if change is not None:
         change(trainer)
     trainer.train()
@@ -112,3 +117,32 @@ def test_batches_of_an_accumulation_that_was_broken_off_are_forgotten(tmp_path: 
     again = in_pipe(PipelinedTrainer, build(), tmp_path, change=change)
     assert again == in_pipe(PipelinedTrainer, build(), tmp_path)
     assert len(found) == 1
+
+
+@pytest.mark.parametrize("empty", [(0,), (1,), (0, 1), (3,)])
+def test_a_batch_without_labels_that_count_is_logged_as_by_the_plain_trainer(
+    empty: tuple[int, ...], tmp_path: Path
+) -> None:
+    """BERT's loss of such a batch is not a number, in whose place an average is logged."""
+
+    class InOrder(transformers.Trainer):  # type: ignore
+        def _get_train_sampler(self, *_: Any) -> Any:
+            return torch.utils.data.SequentialSampler(self.train_dataset)
+
+    class PipelinedInOrder(Pipelined, InOrder):
+        pass
+
+    def bert() -> Any:
+        torch.manual_seed(0)
+        config = transformers.BertConfig(
+            vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=2,
+            num_attention_heads=2, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        )  # fmt: skip
+        return transformers.BertForMaskedLM(config)
+
+    model = bert()
+    with pipert.pipeline(model, ["bert.encoder.layer.1"], devices=["cpu"] * 2, chunks=2):
+        found = trained(PipelinedInOrder, model, tmp_path, empty=empty)
+    expected = trained(InOrder, bert(), tmp_path, empty=empty)
+    for (loss, norm), (plain_loss, plain_norm) in zip(found, expected, strict=True):
+        assert (loss, norm) == pytest.approx((plain_loss, plain_norm), rel=1e-3)

@@ -185,6 +185,7 @@ class AroundLayers:
             torch.cuda.set_device(stage.place.device)
         kind = FORWARD, place.j
         self._rng = TaskRng(shared.run.seed, place.number(self._i), place.device, kind)
+        self._rng.called = set()
         self._rng_block.enter_context(self._rng)  # the model's own code may draw, too
         self._segments = stage.segments(self._i) if self._i < stage.recomputed else None
         if self._graph is not None and shared.step is not None:
@@ -236,8 +237,20 @@ class AroundLayers:
                 self._copies.settle(y)
         return y
 
+    def call_encoder(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Call an ``nn.TransformerEncoder`` around layers without inspecting its own code.
+
+        A function mode would keep it from torch's fast path, whose outputs are 0 at padding.
+        """
+        if self._intercept is None:
+            return call(*args, **kwargs)
+        with Paused(self._intercept):
+            args, kwargs = self._intercept.bring_all(args, kwargs)
+            return call(*args, **kwargs)
+
     def _call(self, layer: ModelLayer, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         shared, stage = self._model_run, self._stage
+        self._rng.note_call(layer.module)
         if shared.inspection is not None:
             shared.inspection.note_call(layer.module)
         if shared.called_in.setdefault(layer.module, stage.place.j) != stage.place.j:
@@ -260,7 +273,7 @@ class AroundLayers:
             compute = partial(stage.layers.call_layer, self._i, layer.module, layer.name, call)
             drawing = self._rng.replay_from_here() if shared.draws else None
             return checkpointed_call(self._segments, layer.name, compute, drawing, args, kwargs)
-        return stage.layers.call_locked(layer.module, call, *args, **kwargs)
+        return call(*args, **kwargs)
 
     def note_of_call(self, layer: ModelLayer, args: Any, kwargs: dict[str, Any]) -> str:
         """Return the note for an error that ``layer`` raised."""

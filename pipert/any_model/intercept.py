@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from pipert._torch import (
+    LEFT_ALIGNED,
     base_of,
     function_mode_at,
     function_mode_count,
@@ -150,6 +151,10 @@ class Intercept(TorchFunctionMode):
         else:
             args, kwargs = self.bring_all(args, kwargs)
         result = func(*args, **kwargs)
+        if result is True and func.__name__ == LEFT_ALIGNED:
+            may_go_back = torch.is_grad_enabled() and args[0].requires_grad
+            if not (may_go_back or torch.is_autocast_enabled()):
+                raise RuntimeError(_WITHOUT_FAST_PATH)
         if self._copies is not None:
             self._copies.settle(result)
         return result
@@ -193,6 +198,11 @@ CHANGED = (
     "a model's own code changes a parameter or buffer in place that lives on the device of another "
     "partition: it would change a copy, and be lost. Change it in a layer, or once per mini-batch, "
     "outside of forward, such as after optimizer.step()"
+)
+_WITHOUT_FAST_PATH = (
+    "an nn.TransformerEncoder in eval(), which sets its outputs at padding to 0, cannot do so where"
+    " a cut is inside of one of its layers, or its class has a forward of its own; make it with "
+    "enable_nested_tensor=False"
 )
 _TRANSFORMED = (
     "a transform such as torch.func.vmap in a model's own code uses a tensor of an earlier "

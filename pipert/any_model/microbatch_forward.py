@@ -51,9 +51,10 @@ from torch import nn
 from pipert._typing import Value
 from pipert.any_model.around_layers import AroundLayers, ModelRun
 from pipert.any_model.hand_off import POLL, HandOff
-from pipert.batch.microbatch import Arguments, explain_keywords
-from pipert.errors import PipeClosedError, PipertError, add_note
+from pipert.batch.microbatch import Arguments, explain_mapping
+from pipert.errors import NestedCheckpointError, PipeClosedError, PipertError, add_note
 from pipert.layers.intercepted import here
+from pipert.layers.nested_checkpoint import checkpoint_around
 from pipert.layers.phase import begin_microbatch, end_microbatch
 from pipert.queues.closable import Once
 from pipert.queues.latch import Latch
@@ -93,6 +94,7 @@ class MicroBatchForward:
         self._ended = Latch(1)
         self._unsettled = Once((self.i,))
         self._is_in_layer = False
+        self._checkpoint: object = None  # around the last call of a layer
 
     # On a worker.
 
@@ -153,7 +155,7 @@ class MicroBatchForward:
 
     def _run(self, stage: Stage) -> Value:
         x, self._x = self._x, None
-        here.interceptor = self
+        here.interceptor, here.around = self, self._layers.around
         begin_microbatch(self.i)
         try:
             return self._around.run(stage, self._forward, x)
@@ -162,11 +164,11 @@ class MicroBatchForward:
                 self._stage.place.note(error, Action(FORWARD, self.i, self.j))
             if type(error).__module__.startswith("torch._dynamo"):
                 add_note(error, lambda: _COMPILED)
-            explain_keywords(error, x, self._function)
+            explain_mapping(error, x, self._function)
             raise
         finally:
             end_microbatch()
-            here.interceptor = None
+            here.interceptor, here.around = None, ()
 
     def _forward(self, x: Value) -> Value:
         """Call the model, go on to the last partition, and return the output."""
@@ -185,7 +187,13 @@ class MicroBatchForward:
         if self._is_in_layer or layer is None:
             if module is self._model:
                 self._note_call_of_model()
+            if module in self._layers.encoders:
+                call = partial(self._around.call_encoder, call)
             return call(*args, **kwargs)
+        if self._context.grad_enabled and self.j < self._n - 1:
+            before, self._checkpoint = self._checkpoint, checkpoint_around()
+            if layer.begins > self.j and before is self._checkpoint is not None:
+                raise NestedCheckpointError(_CUT_IN_CHECKPOINT.format(layer.name))
         if layer.begins > self.j:
             self._layers.begun.add(layer.begins)
             self._go_on_to(layer.begins)
@@ -248,6 +256,7 @@ class MicroBatchForward:
     def _settle(self) -> None:
         if self._unsettled.take() is not None:
             self._around.clear()
+            self._checkpoint = None
             self._release(self)
             self._ended.arrive()
 
@@ -256,4 +265,9 @@ _COMPILED = (
     "if torch.compile has made a function that the model's own code calls between its layers: "
     "nothing is brought to the device of a partition for it; make it a module, or leave it "
     "uncompiled"
+)
+_CUT_IN_CHECKPOINT = (
+    "the cut at {} is in the middle of a function that torch.utils.checkpoint runs, which would be "
+    "repeated over two partitions; cut where such a function begins, or let the pipe checkpoint, "
+    "with checkpoint='always' (transformers: model.gradient_checkpointing_disable())"
 )

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.autograd.graph import Node
 
@@ -25,7 +26,7 @@ from pipert.any_model.shared_state import SharedState
 from pipert.autograd.leaves import Behind
 from pipert.errors import SharedStateWarning, add_note
 from pipert.layers.batchnorm import DeferredStats
-from pipert.layers.intercepted import intercept, is_unseen, release
+from pipert.layers.intercepted import calls_of, intercept, is_unseen, release
 from pipert.model.cuts import lookup
 from pipert.schedules.action import FORWARD
 from pipert.skip.routes import routes
@@ -45,19 +46,24 @@ class AnyModel:
         module: the model.
         partitions: the layers of each partition, by name.
         cuts: the names of the layers that partitions begin with.
+        devices: the device of each partition.
     """
 
     def __init__(
-        self, module: nn.Module, partitions: Sequence[nn.Sequential], cuts: Sequence[str]
-    ) -> None:
+        self, module: nn.Module, partitions: Sequence[nn.Sequential], cuts: Sequence[str],
+        devices: Sequence[torch.device],
+    ) -> None:  # fmt: skip
         self.module = module
         self.partitions = tuple(partitions)
         self.threads = MicroBatchThreads()
-        self.layers = ModelLayers(partitions, cuts)
+        self.layers = ModelLayers(module, partitions, cuts)
         self._begun = {name: p._modules[name] for name, p in zip(cuts, partitions[1:], strict=True)}
         self._model = Layered(self.partitions, routes(self.partitions), copies_weights=False)
         self._shared = SharedState([module], partitions)
-        intercept(self.layers)
+        intercept((*self.layers, *self.layers.encoders))
+        if len(set(devices)) > 1:
+            for layer in self.layers.values():
+                calls_of(layer.module).bring = partial(self.layers.call_by_itself, layer, devices)
 
     @property
     def entry(self) -> nn.Module:
@@ -95,7 +101,7 @@ class AnyModel:
         return stages
 
     def _refuse_changes(self) -> None:
-        """Refuse a model whose cuts were replaced or compiled, so that no partition would begin.
+        """Refuse a model of which cuts, or modules around them, were replaced or compiled.
 
         Other layers that are put into the model later run like its own code.
 
@@ -107,6 +113,8 @@ class AnyModel:
             for name, cut in self._begun.items()
             if lookup(self.module, name) is not cut or cut is None or is_unseen(cut)
         ]
+        around = self.layers.around - {self.module}
+        found += [type(module).__name__ for module in around if is_unseen(module)]
         if found:
             raise RuntimeError(
                 f"the modules {found} were replaced or compiled after the pipe was made, so no "
@@ -116,7 +124,8 @@ class AnyModel:
 
     def to_end(self) -> Callable[[], None]:
         """Return a function that stops the threads and the interception. Keeps no module alive."""
-        return partial(_end, self.threads, weakref.WeakSet(self.layers))
+        own = weakref.WeakSet((*self.layers, *self.layers.encoders))
+        return partial(_end, self.threads, own)
 
 
 def _look_behind(

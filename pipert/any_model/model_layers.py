@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from functools import partial
+from operator import methodcaller
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from pipert._torch import WithoutFunctions
+from pipert.any_model.map_tensors import map_each
+from pipert.batch.tensors import tensors_of, version
 from pipert.layers.compiling import is_compiled
+from pipert.layers.parameter_copies import Substitute
 from pipert.layers.place import describe_layer
 from pipert.model.split import move
 from pipert.stage.stage import Stage
@@ -41,11 +46,14 @@ class ModelLayers(dict[nn.Module, ModelLayer]):
     than its home is moved to the device of that partition, for good.
 
     Args:
+        model: the model.
         partitions: the layers of each partition, by name.
         cuts: the names of the layers that partitions begin with, except partition 0.
     """
 
-    def __init__(self, partitions: Sequence[nn.Sequential], cuts: Sequence[str]) -> None:
+    def __init__(
+        self, model: nn.Module, partitions: Sequence[nn.Sequential], cuts: Sequence[str]
+    ) -> None:
         begins = {name: j for j, name in enumerate(cuts, 1)}
         super().__init__(
             {
@@ -58,6 +66,16 @@ class ModelLayers(dict[nn.Module, ModelLayer]):
                 if layer is not None
             }
         )
+        inside = {part for layer in self for part in layer.modules()}
+        self.around = {*model.modules()} - inside
+        """The modules around the layers, and those that are never called."""
+        self.encoders = {
+            module
+            for module in self.around
+            if type(module).forward is nn.TransformerEncoder.forward
+            and self.around.isdisjoint(module.get_submodule("layers").children())
+        }
+        """Those of torch whose own code computes nothing between its layers (``call_encoder``)."""
         self.begun: set[int] = set()
         """The partitions that have begun with the call of their cuts."""
         self._called: set[nn.Module] = set()
@@ -93,6 +111,24 @@ class ModelLayers(dict[nn.Module, ModelLayer]):
                 self._placed[layer] = stage.place.j
         tensors = (*layer.module.parameters(), *layer.module.buffers())
         self._used.update(map(id, tensors))
+
+    def call_by_itself(
+        self, layer: ModelLayer, devices: Sequence[torch.device], call: Callable[..., Any], /,
+        *args: Any, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        """Call a layer that no pipe runs, on its own device, as accelerate's hooks do.
+
+        Libraries call a model's head, decoder or embedding by itself. A tied weight of a layer that
+        has others, too, is copied from the device of its owner.
+        """
+        own = [*layer.module.parameters(), *layer.module.buffers()]
+        used = {tensor.device for tensor in own or tensors_of((args, kwargs))[0]}
+        device = used.pop() if len(used) == 1 else devices[self._placed.get(layer, layer.partition)]
+        bring = methodcaller("to", device)
+        brought = map_each(args, bring), map_each(kwargs.values(), bring)
+        if away := [x for x in own if x.device != device]:
+            call = partial(Substitute([(x, bring(x), version(x)) for x in away]).during, call)
+        return call(*brought[0], **dict(zip(kwargs, brought[1], strict=True)))
 
     def warn_of_cuts(self) -> None:
         """Warn of cuts at which no partition has begun; called after the first run."""

@@ -7,17 +7,15 @@ it in the pipe:
 1. The call of the model is intercepted, as those of layers are, so a library may put another
    ``forward`` into the model. ``model.forward`` is replaced by a callable with the same effect, as
    accelerate's is.
-2. So do the modules around layers of several partitions, such as the model inside an adapter's, or
-   an encoder that is called on its own: their layers are on several devices, too.
+2. Parts of the model that are called by themselves, such as its head or an encoder, are not: their
+   layers bring arguments to their own devices, as accelerate's hooks do.
 3. Code that runs inside of the pipe gets the plain ``forward``: the model's own, if it had one, or
    what its class has now. So do a copy and a pickled model.
 4. Outputs are on the device of the inputs, as the plain model's would be.
-5. The loss of a call with labels is the plain model's. It is computed in one micro-batch, unless it
-   is a sum divided by ``num_items_in_batch``, which the caller gives or labels show.
+5. The loss of a call with labels is the plain model's. It is computed in one micro-batch, unless
+   those of micro-batches add up (``added_losses``).
 6. A call with a cache of keys and values is one micro-batch, since the cache belongs to all rows.
    Training in several gets none, unless it asks. A call with ``adapter_names`` is one, too.
-7. A call of a module around layers is one micro-batch, too, and goes through the pipe while no
-   other call does: the model may call its parts on threads of its own.
 """
 
 from __future__ import annotations
@@ -35,39 +33,43 @@ from torch import Tensor, nn
 
 from pipert._torch import backward_id
 from pipert._typing import Value
+from pipert.any_model.added_losses import Before, LossCheck, LossesAddUp, LossesDoNotAddUp
 from pipert.batch.joining import JoinNumbers
 from pipert.batch.microbatch import Replicate
-from pipert.batch.tensors import tensors_of
-from pipert.layers.intercepted import Guest, calls_of, here, intercept, release
-from pipert.model.cuts import is_called
+from pipert.batch.tensors import describe, tensors_of
+from pipert.layers.intercepted import (
+    Guest,
+    calls_of,
+    here,
+    intercept,
+    is_unseen,
+    release,
+)
 
 
 class Runs(Protocol):
     """A pipe, as far as calls of its model need it: see ``ModulePipe``."""
 
-    module: nn.Module
     chunks: int
 
     def is_inside(self) -> bool: ...
-    def is_running(self) -> bool: ...
     def splits_or_recomputes(self, in_one: bool = False) -> bool: ...
 
-    def call_part(
-        self, module: nn.Module, call: Callable[..., Value], args: Any, kwargs: dict[str, Any],
-        why_in_one: str, join_numbers: JoinNumbers,
+    def call_model(
+        self, call: Callable[..., Value], args: Any, kwargs: dict[str, Any],
+        why_in_one: str, join_numbers: JoinNumbers, seconds: float | None,
     ) -> Value: ...  # fmt: skip
 
 
-# The routes of each module, in the order they were made.
-_routed: WeakKeyDictionary[nn.Module, list[weakref.ref[Routed]]] = WeakKeyDictionary()
+_routed: WeakKeyDictionary[nn.Module, weakref.ref[Routed]] = WeakKeyDictionary()
 
 
 class Routed(Guest):
-    """The ``forward`` of a module that calls layers of several partitions.
+    """The ``forward`` of a model in a pipe.
 
     Args:
-        module: the module.
-        pipe: its pipe, which so lives as long as the module, or until it is closed.
+        module: the model.
+        pipe: its pipe, which so lives as long as the model, or until it is closed.
     """
 
     def __init__(self, module: nn.Module, pipe: Runs) -> None:
@@ -75,18 +77,21 @@ class Routed(Guest):
         self._pipe: Runs | None = pipe
         self.own = module.__dict__.get("forward")
         self._has_warned = False
+        self.losses = LossesAddUp()
         self._signed: tuple[Any, inspect.Signature] | None = None
         module.__dict__["forward"] = self
         intercept([module])
         calls_of(module).route = self
-        _routed[module] = [*map(weakref.ref, _open_of(module)), weakref.ref(self)]
+        _routed[module] = weakref.ref(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():  # as in ``Calls``
+            disable: Any = torch.compiler.disable
+            return disable(self.__call__)(*args, **kwargs)
         if self.is_outside():
             return self.send(self._plain(), *args, **kwargs)
-        pipe, has_config = self._pipe, getattr(self._module, "config", None) is not None
-        if pipe is not None and has_config and pipe.splits_or_recomputes():
-            if self._makes_cache(arguments := self._named(args, kwargs)):
+        if self._pipe is not None and self._pipe.splits_or_recomputes():
+            if self._makes_cache(arguments := self.named(args, kwargs), torch.is_grad_enabled()):
                 kwargs["use_cache"] = _refuse_packed(self._module, arguments)
         return self._plain()(*args, **kwargs)
 
@@ -115,63 +120,100 @@ class Routed(Guest):
     def is_outside(self) -> bool:
         """Whether the current code does not run inside of the pipe, which is open.
 
-        A part of the model may be called inside by a thread of the model's own, of which nothing
-        is known, and again by a checkpoint in a backward.
+        Nor does it run inside of the pipe of a model around this one, which is cut in here, nor is
+        it a checkpoint that repeats the call in a backward.
         """
         pipe = self._pipe
         if pipe is None or pipe.is_inside() or here.is_trial or backward_id() >= 0:
             return False
-        if self._module is not pipe.module and pipe.is_running():
-            return False
-        pipes = [each._pipe for each in _open_of(self._module)]
-        return not any(pipe is not None and pipe.is_inside() for pipe in pipes)
+        return self._module not in here.around
 
     def send(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Call the module through its pipe; ``call`` calls it for each micro-batch."""
-        run = self._run
-        if torch.compiler.is_dynamo_compiling():
-            run = torch.compiler.disable(run)  # type: ignore[no-untyped-call]
-        return run(call, args, kwargs)
-
-    def _run(self, call: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        pipe = self._pipe
+        pipe, first = self._pipe, _first_tensor((*args, *kwargs.values()))
         if pipe is None:  # closed in this moment
             return call(*args, **kwargs)
-        arguments, first = self._named(args, kwargs), _first_tensor((*args, *kwargs.values()))
-        number = number_of_items(self._module, arguments)
+        y = self.run_in(pipe, call, args, kwargs)
+        return y if first is None else _on(first.device, y)
+
+    def run_in(
+        self, pipe: Runs, call: Callable[..., Any], args: Any, kwargs: dict[str, Any],
+        seconds: float | None = None,
+    ) -> Any:  # fmt: skip
+        """Call the module in its pipe, as ``call`` does for each micro-batch."""
+        arguments, first = self.named(args, kwargs), _first_tensor((*args, *kwargs.values()))
+        items = self.losses.number_of(self._module, arguments)
         makes_cache = self._makes_cache(arguments)
-        why = self._why_in_one(pipe, arguments, first, number is not None, makes_cache)
-        is_training = torch.is_grad_enabled()
-        if why == _UNKNOWN_LOSS and not self._has_warned and is_training and pipe.chunks > 1:
+        why = self._why_in_one(arguments, first, items is not None, makes_cache)
+        changed, whole, check = dict[str, Any](), (args, kwargs), None
+        if not why and pipe.chunks > 1:
+            whole = self.with_whole(args, kwargs)
+            rows = {len(x) for x in tensors_of(whole)[0] if x.dim()}
+            if items is not None and len(rows) > 1:
+                why = _UNKNOWN_LOSS  # of labels that cannot be split, such as those beside images
+            elif items is not None:
+                changed["num_items_in_batch"] = items.number
+                check = LossCheck(self._module, items) if self.losses.is_due(items) else None
+        if why == _UNKNOWN_LOSS:
+            self._warn_of_loss(pipe)
+            whole = args, kwargs
+        keeps = not torch.is_grad_enabled() or not pipe.splits_or_recomputes(bool(why))
+        if makes_cache or self._makes_cache(arguments, may=not keeps):
+            changed["use_cache"] = keeps or _refuse_packed(self._module, arguments)
+        before = None if check is None else Before(self._module)
+        try:
+            y = pipe.call_model(
+                call if check is None else check.around(call, self.named),
+                whole[0], {**whole[1], **changed}, why,
+                _refuse_numbers if items is None else _Sum(), seconds,
+            )  # fmt: skip
+        except LossesDoNotAddUp:
+            if items is None or before is None or check is None:
+                raise
+            self.losses.note(items, False, check)
+            before.restore()
+            return self.run_in(pipe, call, args, kwargs, seconds)  # in one micro-batch
+        if check is not None and items is not None:
+            self.losses.note(items, True, check)
+        return y
+
+    def _warn_of_loss(self, pipe: Runs) -> None:
+        if not self._has_warned and torch.is_grad_enabled() and pipe.chunks > 1:
             warnings.warn(
                 f"{type(self._module).__name__} with labels runs in one micro-batch of "
-                f"{pipe.chunks} asked for, because {why}; take a step with "
+                f"{pipe.chunks} asked for, because {_UNKNOWN_LOSS}; take a step with "
                 "pipe.forward_backward(step=...), or compute the loss from outputs without labels",
                 stacklevel=5,
             )
             self._has_warned = True
-        if number is not None and not why and pipe.chunks > 1:
-            kwargs = {**kwargs, "num_items_in_batch": number}
-        if makes_cache:  # by default without gradients only
-            keeps = not is_training or not pipe.splits_or_recomputes(bool(why))
-            kwargs = {**kwargs, "use_cache": keeps or _refuse_packed(self._module, arguments)}
-        if not why:
-            whole = {id(value) for name, value in arguments.items() if _is_whole(name, value)}
-            args = tuple([Replicate(x) if id(x) in whole else x for x in args])
-            kwargs = {k: Replicate(x) if id(x) in whole else x for k, x in kwargs.items()}
-        join = _refuse_numbers if number is None else _Sum()
-        y = pipe.call_part(self._module, call, args, kwargs, why, join)
-        return y if first is None else _on(first.device, y)
+
+    def with_whole(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of a mini-batch, with those that have no rows in ``Replicate``.
+
+        Raises:
+            ValueError: a mask has as many rows as the mini-batch, and may be one of times.
+        """
+        arguments = self.named(args, kwargs)
+        first = _rows_in(arguments, _first_tensor((*args, *kwargs.values())))
+        rows = len(first) if first is not None and first.dim() else 0
+        whole = {id(x) for name, x in arguments.items() if _is_whole(name, x, rows)}
+        if not whole:
+            return args, kwargs
+        return (
+            tuple([Replicate(x) if id(x) in whole else x for x in args]),
+            {k: Replicate(x) if id(x) in whole else x for k, x in kwargs.items()},
+        )
 
     def _why_in_one(
-        self, pipe: Runs, arguments: dict[str, Any], first: Any, adds_up: bool, makes_cache: bool
+        self, arguments: dict[str, Any], first: Any, adds_up: bool, makes_cache: bool
     ) -> str:
         """Return why a call is one micro-batch; empty if it is split."""
-        rows = next((arguments[k] for k in _FIRST if isinstance(arguments.get(k), Tensor)), first)
+        rows = _rows_in(arguments, first)
         has_cache = arguments.get("use_cache") or arguments.get("past_key_values") is not None
         has_cache = has_cache or not torch.is_grad_enabled() and makes_cache
         reasons = {
-            "a part of the model was called": self._module is not pipe.module,
             "its first argument has one row": rows is not None and rows.shape[:1] == (1,),
             "position_ids has its rows in dimension 1": _dim(arguments.get("position_ids")) > 2,
             "it has a cache of keys and values, which use_cache=False turns off": has_cache,
@@ -181,34 +223,35 @@ class Routed(Guest):
         }
         return next((why for why, applies in reasons.items() if applies), "")
 
-    def _named(self, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    def named(self, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments by name, as far as positional ones have names."""
         names = self.__signature__.parameters if args else ()
         return {**dict(zip(names, args, strict=False)), **kwargs}
 
-    def _makes_cache(self, arguments: Mapping[str, Any]) -> bool:
-        """Whether the module, one of transformers, makes a cache that nobody has asked for."""
-        if "use_cache" in arguments or arguments.get("past_key_values") is not None:
-            return False
+    def _makes_cache(self, arguments: Mapping[str, Any], may: bool = False) -> bool:
+        """Whether the module, one of transformers, makes a cache that nobody has asked for.
+
+        If it ``may``, as its decoder has a config of its own, that is enough.
+        """
         config = getattr(self._module, "config", None)
-        text_config = getattr(config, "get_text_config", lambda: config)()
-        if not getattr(text_config, "use_cache", False):
+        names = "use_cache", "past_key_values"
+        if config is None or any([arguments.get(name) is not None for name in names]):
             return False
-        parameters = self.__signature__.parameters.values()
-        return any([p.name == "use_cache" or p.kind is p.VAR_KEYWORD for p in parameters])
+        parameters = self.__signature__.parameters
+        if may and "use_cache" in parameters:
+            return True
+        text_config = getattr(config, "get_text_config", lambda: config)()
+        takes_any = any([p.kind is p.VAR_KEYWORD for p in parameters.values()])
+        return getattr(text_config, "use_cache", False) and ("use_cache" in parameters or takes_any)
 
     def remove(self) -> None:
         """Call the plain ``forward`` from now on, also if someone has wrapped this one."""
         if self._pipe is None:
             return
         self._pipe = None
-        calls = calls_of(self._module)
-        if calls.route is self:
-            calls.route = next(reversed(_open_of(self._module)), None)
+        if not is_unseen(self._module):
+            calls_of(self._module).route = None
         release([self._module])
-        for newer in _open_of(self._module):
-            if newer.own is self:
-                newer.own = self.own
         if self._module.__dict__.get("forward") is self:
             del self._module.__dict__["forward"]
             if self.own is not None:
@@ -219,75 +262,11 @@ class Routed(Guest):
         return super().__deepcopy__(memo) or type(copied).forward.__get__(copied)
 
 
-def route(model: nn.Module, layers: Iterable[nn.Module], pipe: Runs) -> list[Routed]:
-    """Send calls of ``model``, and of the modules around ``layers``, through ``pipe``."""
-    own = set(layers)
-    around = [m for m in model.modules() if m not in own and not own.isdisjoint(m.modules())]
-    return [Routed(each, pipe) for each in dict.fromkeys([model, *around]) if is_called(each)]
-
-
 def pipe_of(model: nn.Module) -> Any:
     """Return the pipe that a model, or one inside it, is in; ``None`` if it is in none."""
-    found = (routed for module in model.modules() for routed in reversed(_open_of(module)))
-    return next((routed._pipe for routed in found), None)
-
-
-def _open_of(module: nn.Module) -> list[Routed]:
-    """Return the routes of a module through pipes that are open, in the order they were made."""
-    every = [routed() for routed in _routed.get(module, ())]
-    return [routed for routed in every if routed is not None and routed._pipe is not None]
-
-
-def divides_by_number_of_items(model: nn.Module, arguments: Mapping[str, Any]) -> bool:
-    """Return whether the loss of a model of transformers is a sum over ``num_items_in_batch``.
-
-    Others take that argument and compute a mean all the same, or add the mean of something else,
-    such as the balance loss of experts, which a call may ask for.
-    """
-    config: Any = getattr(model, "config", None)
-    adds = getattr(config, "output_router_logits", False) or arguments.get("output_router_logits")
-    adds = adds or getattr(config, "z_loss_coefficient", 0)
-    loss: Any = getattr(model, "loss_function", None)
-    is_of_library = getattr(loss, "__module__", "").startswith("transformers.")
-    is_sum = is_of_library and getattr(loss, "__name__", "") == "ForCausalLMLoss"
-    is_used = getattr(model, "loss_type", None) == "ForCausalLM"  # others may have it for nothing
-    return is_sum and is_used and not adds and _calls_loss_function(model)
-
-
-def _calls_loss_function(model: Any) -> bool:
-    """Return whether the loss comes from ``loss_function`` alone.
-
-    All classes ``...ForCausalLM`` have one, but the decoders of models such as BART take a mean of
-    their own, and so does CPT of peft. Tuners of peft with a ``forward``, as AdaLoRA, add terms.
-    """
-    if (config := getattr(model, "active_peft_config", None)) is not None:
-        tuner = type(model.base_model).forward.__qualname__
-        adds = tuner != "BaseTuner.forward" and not config.is_prompt_learning
-        if adds or config.peft_type == "CPT":
-            return False
-        model = model.get_base_model()
-    code = getattr(inspect.unwrap(type(model).forward), "__code__", None)
-    return code is not None and "loss_function" in code.co_names
-
-
-def number_of_items(model: nn.Module, arguments: Mapping[str, Any]) -> Any:
-    """Return the number that divides the loss of a call; ``None`` if that is not known to be a sum.
-
-    If the caller gives none, it is the number of labels that ``ForCausalLMLoss`` counts. A model
-    that is not of transformers may change them, and peft's prompts add some.
-    """
-    number, labels = arguments.get("num_items_in_batch"), arguments.get("labels")
-    if number is not None or not isinstance(labels, Tensor):
-        return number if divides_by_number_of_items(model, arguments) else None
-    config: Any = getattr(model, "active_peft_config", None)
-    base: Any = model.get_base_model() if config is not None else model  # type: ignore[operator]
-    is_changed = not type(base).forward.__module__.startswith("transformers.")
-    is_changed = is_changed or getattr(config, "is_prompt_learning", False)
-    if is_changed or not divides_by_number_of_items(model, arguments):
-        return None
-    shifted = arguments.get("shift_labels")
-    shifted = labels[..., 1:] if shifted is None else shifted
-    return (shifted != arguments.get("ignore_index", -100)).sum()
+    routes = [_routed[module]() for module in model.modules() if module in _routed]
+    pipes = [routed._pipe for routed in routes if routed is not None]
+    return next((pipe for pipe in pipes if pipe is not None), None)
 
 
 def _refuse_packed(model: Any, arguments: Mapping[str, Any]) -> bool:
@@ -313,7 +292,12 @@ _WHOLE = {
     "cache_position", "cross_attn_head_mask", "cu_seq_lens_k", "cu_seq_lens_q", "cu_seqlens",
     "decoder_head_mask", "head_mask", "logits_to_keep", "num_logits_to_keep",
 }  # fmt: skip
-_OF_TIMES = {"attn_mask", "memory_mask", "src_mask", "tgt_mask"}
+_MASKS = {"attn_mask", "mask", "memory_mask", "src_mask", "tgt_mask"}
+
+
+def _rows_in(arguments: Mapping[str, Any], first: Tensor | None) -> Tensor | None:
+    """Return the argument whose rows are the mini-batch's."""
+    return next((arguments[k] for k in _FIRST if isinstance(arguments.get(k), Tensor)), first)
 
 
 def _first_tensor(values: Iterable[Any]) -> Tensor | None:
@@ -327,14 +311,24 @@ def _dim(value: Any) -> int:
     return value.dim() if isinstance(value, Tensor) else 0
 
 
-def _is_whole(name: str, value: Any) -> bool:
-    """Return whether an argument in place goes whole to each micro-batch."""
+def _is_whole(name: str, value: Any, rows: int) -> bool:
+    """Return whether an argument of the model goes whole to each micro-batch of so many ``rows``.
+
+    torch's masks of two dimensions may be times by times, or rows by times.
+    """
     if name in ("attention_mask", "position_ids"):
         return _dim(value) > 0 and len(value) == 1
-    if _dim(value) != 2 or name != "mask" or len(value) != value.size(1):
-        return _dim(value) > 0 and name in _WHOLE or _dim(value) == 2 and name in _OF_TIMES
-    causal = torch.ones_like(value, dtype=torch.bool).tril()  # as no padding of rows looks
-    return torch.equal(value, torch.where(causal, value[0, 0], value[0, -1]))
+    if _dim(value) != 2 or name not in _MASKS:
+        return _dim(value) > 0 and name in _WHOLE
+    if len(value) != rows or rows == 1:
+        return True
+    if value.size(1) == rows or name in ("attn_mask", "memory_mask"):
+        raise ValueError(
+            f"{name} is {describe(value)}, and the mini-batch has {rows} rows, so it may have one "
+            "for each of these, or one for each time. Wrap it in Replicate(...) if it goes whole "
+            "to each micro-batch; if it is to be split, use another number of rows, or chunks=1"
+        )
+    return False
 
 
 class _Sum:
@@ -360,8 +354,8 @@ def _asks_for_loss(kwargs: Mapping[str, Any]) -> bool:
 def _refuse_numbers(numbers: Sequence[Tensor]) -> Tensor:
     raise ValueError(
         f"the model returns a single number for each of {len(numbers)} micro-batches, such as a "
-        "loss, and what it would be for the mini-batch is unknown; use chunks=1, take a step "
-        "with pipe.forward_backward(step=...), or call the pipe, which returns them all"
+        "loss, and what it would be for the mini-batch is unknown; use chunks=1, or take a step "
+        "with pipe.forward_backward, or return a tensor with an entry for each row"
     )
 
 

@@ -14,8 +14,7 @@ differentiates that graph:
    leaves that a walk of the graph finds. So hooks on parameters, ``autograd.grad``, frozen layers
    and ``DistributedDataParallel`` see what they see without checkpointing: one gradient per
    micro-batch, which autograd sums.
-2. Under ``create_graph`` *Checkpoint* computes the segment once more, from inputs that are
-   connected to the graph before it, so the gradients have a graph.
+2. Gradients have no graph: under ``create_graph`` *Checkpoint* refuses to go back.
 3. *Checkpoint* releases the inputs and the graph when its backward is over, unless the backward
    retains the graph. In that case the next backward recomputes.
 """
@@ -136,59 +135,3 @@ def recompute_before(ys: Tensors, segments: Recomputed) -> Tensors:
     """Make the backward of ``ys``, which are all differentiable, recompute first."""
     outputs: Tensors = _apply_recompute(weakref.ref(segments), *ys)
     return outputs
-
-
-class Gate:
-    """A switch for gradients that pass from a task to the graph before it. Closed at first."""
-
-    __slots__ = ("is_open",)
-
-    def __init__(self) -> None:
-        self.is_open = False
-
-
-class _Gate(torch.autograd.Function):
-    """A connection of inputs that passes gradients when the gate is open.
-
-    It opens when the task's gradients are known: the graph before the task may lead to the task's
-    own leaves and inputs, such as a tied weight, and gradients along those paths are not this
-    task's to compute.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, gate: Gate, values: Tensors, *xs: Tensor) -> tuple[Tensor, ...]:
-        ctx.materialize_grads = False
-        ctx.gate = gate
-        return tuple(map(Tensor.detach, values))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return (None, None, *grads) if ctx.gate.is_open else (None,) * (2 + len(grads))
-
-
-def connect_inputs(gate: Gate, xs: Tensors, values: Tensors) -> Tensors:
-    """Return ``values`` connected to the graph of ``xs`` through ``gate``."""
-    connected: Tensors = _apply_gate(gate, values, *xs)
-    return connected
-
-
-_apply_gate = applied(_Gate)
-
-
-class _Proxy(torch.autograd.Function):
-    """A placeholder for a tensor in the graph, of the same shape, that takes no memory."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.materialize_grads = False
-        if x.layout != torch.strided:
-            return x.new_empty(x.shape)  # of no elements
-        return x.new_empty_strided(x.shape, (0,) * x.dim())
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor | None) -> Tensor | None:
-        return gradient
-
-
-proxy_of = applied(_Proxy)
-"""``y = proxy_of(x)``: a differentiable placeholder for ``x`` that does not keep its data."""

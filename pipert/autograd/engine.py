@@ -31,7 +31,6 @@ def differentiate(
     dys: Sequence[Tensor],
     *,
     retain_graph: bool = False,
-    create_graph: bool = False,
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of ``wanted``, with ``None`` for those that were not used.
 
@@ -41,18 +40,16 @@ def differentiate(
             were used may have been frozen since.
         dys: the gradients of ``ys``.
         retain_graph: whether the graph will be used again.
-        create_graph: whether the gradients have a graph; implies ``retain_graph``.
     """
     if not wanted:
         return ()
-    retain_graph = retain_graph or create_graph
     if has_torch_function((*ys, *wanted)):
-        return torch.autograd.grad(ys, wanted, dys, retain_graph, create_graph, allow_unused=True)
+        return torch.autograd.grad(ys, wanted, dys, retain_graph, False, allow_unused=True)
     found: tuple[Tensor | None, ...] = run_backward(
         tuple(ys),
         tuple(dys),
         retain_graph,
-        create_graph,
+        False,  # no graph of the gradients
         tuple(wanted),
         True,  # unused ones get None
         accumulate_grad=False,

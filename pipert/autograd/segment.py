@@ -8,10 +8,9 @@ costs as much as a small operation. So:
    tensors. Only the inputs are saved. One node takes the place of the graph.
 2. ``R[i,j]`` computes the segment again, exactly like ``F`` of a micro-batch that is not
    checkpointed, and keeps the graph. ``B[i,j]`` differentiates it.
-3. ``R`` must do what ``F`` did. Who calls the layers compares their outputs. Here the number of
-   nodes is compared, which costs nothing. Where it differs, ``R`` runs once more to count the
-   tensors it saves: a compiler or a cache does more work the first time, but saves the same
-   tensors. Other kernels for attention may save others, but where ``F``'s graph stays.
+3. ``R`` must do what ``F`` did: whoever calls the layers compares their outputs. It may compute
+   them by other operations, as with a compiler or with other kernels for attention, except where
+   the graph of ``F`` stays: there the number of saved tensors is compared.
 4. An input that is the unchanged output of an earlier segment is not saved, but taken from the
    repetition of that segment. Other inputs are saved as they were before the segment ran. One that
    anything has changed since is refused, as autograd would.
@@ -19,7 +18,7 @@ costs as much as a small operation. So:
    inputs and leaves. There the graph of ``F`` stays, and *Recompute* fills in its saved tensors
    (and see :func:`.origins`).
 6. A layer may have kept a part of ``F``'s graph, such as a loss of its own. A backward from there
-   reads a number in place of a saved tensor, and recomputes on the spot.
+   reads a number in place of a saved tensor, which is refused.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ import operator
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from itertools import compress, count
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -37,13 +36,7 @@ from torch.autograd.graph import GradientEdge
 from pipert._torch import node_count, tensor_hooks
 from pipert._typing import Tensors, Value
 from pipert.autograd import order
-from pipert.autograd.checkpoint import (
-    Gate,
-    are_needed,
-    connect_inputs,
-    proxy_of,
-    through_checkpoint,
-)
+from pipert.autograd.checkpoint import are_needed, through_checkpoint
 from pipert.autograd.engine import differentiate
 from pipert.autograd.hooks import (
     DropSaved,
@@ -56,7 +49,6 @@ from pipert.autograd.leaves import origins
 from pipert.batch.tensors import describe, differentiable, tensors_of, versions
 from pipert.errors import RecomputationError
 
-T = TypeVar("T")
 Edges = tuple[GradientEdge, ...]
 
 
@@ -97,9 +89,6 @@ class Group(Protocol):
     def recompute(self, on_worker: bool) -> None:
         """Recompute all segments of the group."""
 
-    def one(self, segment: Segment, compute: Callable[[], T]) -> T:
-        """Run ``compute``, which recomputes one segment, as ``R[i,j]`` would."""
-
 
 class Segment:
     """One segment, and the memory that its two nodes share.
@@ -115,9 +104,8 @@ class Segment:
     """
 
     __slots__ = (
-        "__weakref__", "_again", "_copies", "_graph", "_group", "_is_pair", "_nodes", "_origins",
-        "_rebuild", "_saved", "_saves", "_tensors", "_versions", "_wanting", "_xs", "is_used",
-        "outputs",
+        "__weakref__", "_again", "_copies", "_graph", "_group", "_is_pair", "_origins",
+        "_rebuild", "_saved", "_saves", "_tensors", "_versions", "_wanting", "is_used", "outputs",
     )  # fmt: skip
 
     def __init__(self, group: Group, again: Callable[[Value], Value], copies: bool) -> None:
@@ -127,7 +115,7 @@ class Segment:
         self._graph: Graph | None = None  # R's, until B
         self._saved: dict[int, tuple[Any, int]] = {}  # R's, if F's graph was kept
         self._is_pair = False
-        self._nodes = -1  # until the first computation is over
+        self._saves = -1  # until the first computation is over
         self.is_used = False
         """Whether a later segment takes an output."""
         self.outputs: Tensors = ()
@@ -158,10 +146,10 @@ class Segment:
             except RuntimeError as error:
                 refuse_transform(error)
                 raise
-        nodes = range(before, node_count())
         ys, rebuild = differentiable(y)
-        self._nodes, self._saves = len(nodes), next(saves)
-        if found := origins(ys, begins, nodes) if ys else None:
+        made_here = range(before, node_count())
+        self._saves = next(saves)
+        if found := origins(ys, begins, made_here) if ys else None:
             self._is_pair = True
             ys = through_checkpoint(self, ys, xs, *found)
         if not self._copies and (now := _states(tensors, True)) != states:
@@ -179,7 +167,7 @@ class Segment:
         """
         self._origins: list[tuple[Segment, int] | None] = []
         self._tensors, self._versions = list[Tensor](), list[int]()
-        self._wanting, self._xs = list[int](), list[Tensor]()
+        self._wanting = list[int]()
         inputs, xs, begins = list[Tensor](), list[Tensor](), set[tuple[Any, int]]()
         for k, (tensor, now) in enumerate(zip(tensors, versions, strict=True)):
             found = made.get(id(tensor))
@@ -195,13 +183,12 @@ class Segment:
             inputs.append(own)
             if own.requires_grad:
                 self._wanting.append(k)
-                self._xs.append(tensor if origin is None else proxy_of(tensor))
                 xs.append(tensor)
                 begins.add((own.grad_fn or order.edge_of(own).node, own.output_nr))
         return tuple(inputs), tuple(xs), begins
 
-    def _fresh(self, gate: Gate | None = None) -> tuple[Value, Tensors]:
-        """Return the input, and its differentiable tensors: leaves, or connected through ``gate``.
+    def _fresh(self) -> tuple[Value, Tensors]:
+        """Return the input, and its differentiable tensors, which are leaves.
 
         Raises:
             RuntimeError: an input was changed in place.
@@ -218,13 +205,8 @@ class Segment:
             tensor = next(stored) if origin is None else origin[0].outputs[origin[1]]
             tensors.append(tensor.detach())
         xs = tuple([tensors[k] for k in self._wanting])
-        if gate is None:
-            for x in xs:
-                x.requires_grad_()
-        elif xs:
-            xs = connect_inputs(gate, tuple(self._xs), xs)
-            for k, x in zip(self._wanting, xs, strict=True):
-                tensors[k] = x
+        for x in xs:
+            x.requires_grad_()
         inputs = [*map(Tensor.clone, tensors)] if self._copies else tensors
         return self._rebuild(tuple(inputs)), xs
 
@@ -234,22 +216,16 @@ class Segment:
             self.outputs = tensors_of(y)[0]
         return y
 
-    def build(self, gate: Gate | None = None) -> Graph:
+    def _build(self) -> Graph:
         """Compute the segment again and return its graph.
 
         Raises:
             RecomputationError: the layers did something else than the first time.
         """
-        value, tensors = self._fresh(gate)
-        xs, before = edges_of(tensors), node_count()
+        value, tensors = self._fresh()
+        xs = edges_of(tensors)
         del tensors
-        y = self._compute(value)
-        is_other = node_count() - before != self._nodes and not other_kernels.get()()
-        graph = Graph(xs, edges_of(differentiable(y)[0]))
-        del value, y
-        if is_other:
-            self._fill()  # counts them
-        return graph
+        return Graph(xs, edges_of(differentiable(self._compute(value))[0]))
 
     def _fill(self) -> dict[int, tuple[Any, int]]:
         """Compute the segment again and return the tensors it saves, by number, with versions.
@@ -285,30 +261,30 @@ class Segment:
     def recompute(self) -> None:
         """Compute the segment again, and keep what the next backward needs."""
         if self._is_pair:
-            self._graph = self.build()
+            self._graph = self._build()
         elif self._saves:
             self._saved = self._fill()
         elif self.is_used:
-            self.build()
+            self._build()
 
     @property
     def is_missing(self) -> bool | None:
         """Whether an imminent backward needs a recomputation; ``None`` if none does."""
-        if self._is_pair:  # with a graph of gradients, the segment is computed once more
-            return self._graph is None and not torch.is_grad_enabled()
+        if self._is_pair:
+            return self._graph is None
         return not self._saved if self._saves else None
 
     def differentiate(self, dys: Sequence[Tensor | None], ctx: Any) -> list[Tensor | None]:
         """Return the needed gradients of inputs and leaves, given those of the outputs."""
-        gate, create_graph = Gate(), torch.is_grad_enabled()
-        if create_graph:
-            graph = self._group.one(self, lambda: self.build(gate))
-        else:
-            if self._graph is None:  # a second backward
-                self._group.recompute(False)
-            assert self._graph is not None
-            graph = self._graph
-        self._graph = None
+        if torch.is_grad_enabled():
+            raise RecomputationError(
+                "create_graph=True goes back through a partition that is recomputed, whose "
+                "gradients have no graph; use checkpoint='never'"
+            )
+        if self._graph is None:  # a second backward
+            self._group.recompute(False)
+        assert self._graph is not None
+        graph, self._graph = self._graph, None
         pairs = [(y, dy) for y, dy in zip(graph.ys, dys, strict=True) if dy is not None]
         ys, gradients = zip(*pairs, strict=True)
         in_step = self._group.in_step
@@ -317,25 +293,19 @@ class Segment:
         if in_step is None:
             needed = list(map(operator.and_, needed, are_needed(ctx.next_functions)))
         wanted: list[Any] = [*compress((*graph.xs, *ctx.leaves), needed)]
-        if in_step is not None and not create_graph:
+        if in_step is not None:
             found = in_step(ctx, ys, wanted, gradients)
         else:
-            found = hiding_partial_gradients(
-                ctx.leaves, differentiate, ys, wanted, gradients, create_graph=create_graph
-            )
-        gate.is_open = True
+            found = hiding_partial_gradients(ctx.leaves, differentiate, ys, wanted, gradients)
         rest = iter(found)
         return [next(rest) if is_needed else None for is_needed in needed]
 
     def _take(self, number: int) -> Tensor:
-        """Return the tensor that ``F`` saved as ``number``, recomputing if necessary (rule 6)."""
+        """Return the tensor that ``F`` saved as ``number``, recomputing if necessary."""
+        if self._saves < 0 or self._is_pair:
+            refuse(number)  # rule 6
         if number not in self._saved:
-            if self._nodes < 0:
-                refuse(number)
-            if self._is_pair:
-                self._saved = self._group.one(self, self._fill)
-            else:
-                self._group.recompute(False)
+            self._group.recompute(False)
         value, before = self._saved.pop(number)
         if self._group.hooks is not None:
             return self._group.hooks[1](value)  # type: ignore[no-any-return]

@@ -36,6 +36,7 @@ from pipert.balance.cost import Cost, joined, total, without
 from pipert.balance.measure import Call, Storages, collecting_saved, now, weights_of
 from pipert.batch.microbatch import Arguments, explain_keywords, scatter
 from pipert.batch.tensors import Carried, tensors_of
+from pipert.layers.nested_checkpoint import checkpoint_around
 from pipert.model.calls import (
     Gathering,
     KeepingParameters,
@@ -151,7 +152,8 @@ def measure_calls(
         try:
             then(model(*args, **kwargs))
         except TypeError as error:
-            explain_keywords(error, example)
+            if kwargs:
+                explain_keywords(error)
             raise
         calls.end_own_code(())
     return calls.costs()
@@ -204,6 +206,7 @@ class _Calls:
         self.gathering = Gathering(current.device, self._brought)
         self.own_code = _OwnCode(current.storages)
         self._unknown = set[str]()
+        self._checkpoint: object = None  # around the last layer
         self._made_by = dict[Any, set[str]]()  # by an output's node, its layer and those upstream
 
     def costs(self) -> dict[str, Cost]:
@@ -251,7 +254,9 @@ class _Calls:
             return call(*args, **kwargs)
         arguments = Arguments(args, kwargs)
         self.end_own_code(arguments)
-        if name in self._begins and name not in self._found:
+        before, self._checkpoint = self._checkpoint, checkpoint_around()
+        is_inside = before is self._checkpoint is not None  # of what a backward repeats as a whole
+        if name in self._begins and name not in self._found and not is_inside:
             self._block = name
             self._found[name] = self._found.pop(_FIRST, [])
         upstream = self._sources(arguments)

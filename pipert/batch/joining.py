@@ -43,21 +43,22 @@ def gather(
     if isinstance(first, Tensor) and all([isinstance(output, Tensor) for output in outputs]):
         _refuse_time_first([outputs], first, sizes)
         return _join(outputs, outputs, 0, sizes, join_numbers)
-    rows = sizes if len(outputs) > 1 and sizes else [0] * len(outputs)
-    leaves, spec = flatten(first, partial(_is_leaf, rows[0]))
-    columns = [[leaf] for leaf in leaves]
-    for i, output in enumerate(outputs[1:], start=1):
-        leaves, other_spec = flatten(output, partial(_is_leaf, rows[i]))
-        if other_spec != spec:
-            raise ValueError(
-                "the last layer must return the same structure for each micro-batch, but returned "
-                f"{spec} for micro-batch 0 and {other_spec} for micro-batch {i}"
-            )
-        for column, leaf in zip(columns, leaves, strict=True):
-            column.append(leaf)
+    several = len(outputs) > 1 and bool(sizes)
+    for rows in (sizes, [-1] * len(sizes)) if several else ([0] * len(outputs),):
+        found = [flatten(y, partial(_is_leaf, n)) for y, n in zip(outputs, rows, strict=True)]
+        spec = found[0][1]
+        others = [(i, each) for i, (_, each) in enumerate(found) if each != spec]
+        if not others:
+            break
+    for i, other in others[:1]:
+        raise ValueError(
+            "the last layer must return the same structure for each micro-batch, but returned "
+            f"{spec} for micro-batch 0 and {other} for micro-batch {i}"
+        )
+    columns = [list(column) for column in zip(*[leaves for leaves, _ in found], strict=True)]
     _refuse_time_first(columns, first, sizes)
     joined = [
-        [entry for entries in column for entry in entries]
+        _join_lists(column, sizes, join_numbers)
         if isinstance(column[0], list)
         else _join(column, outputs, k, sizes, join_numbers)
         for k, column in enumerate(columns)
@@ -84,25 +85,41 @@ def _refuse_time_first(columns: list[list[Any]], output: Value, sizes: Sequence[
 def _is_leaf(rows: int, value: Value) -> bool:
     """Return whether a part of an output is joined as a whole.
 
-    It may be a list with one entry for each of ``rows``, each a container of tensors, such as the
-    boxes and scores in an image.
-
-    Raises:
-        ValueError: the tensors in the entries might be rows themselves.
+    It may be a list with one entry for each of ``rows``, such as the boxes and scores in an image.
     """
     found = (is_whole_in_rows if rows else is_whole)(value)
     if found or type(value) is not list or not rows or len(value) != rows:
         return found
-    tensors = [tensors_of(entry)[0] for entry in value]
-    if not all(tensors) or any(isinstance(entry, Tensor) for entry in value):
-        return False
-    if all([tensor.dim() > 0 and len(tensor) == rows for each in tensors for tensor in each]):
+    has_rows = any(not isinstance(entry, Tensor) or entry.dim() for entry in value)
+    return has_rows and all(tensors_of(entry)[0] for entry in value)
+
+
+def _join_lists(
+    column: list[list[Value]], sizes: Sequence[int], join_numbers: JoinNumbers | None
+) -> list[Value]:
+    """Join lists, each with as many entries as its micro-batch has rows.
+
+    The entries are rows, unless they are tensors that have the rows, such as features.
+
+    Raises:
+        ValueError: they are containers of such tensors.
+    """
+    lengths = [[len(t) if t.dim() else 0 for t in tensors_of(each)[0]] for each in column]
+    pairs = list(zip(lengths, sizes, strict=True))
+    if any(isinstance(entry, Tensor) for entry in column[0]):
+        if len(set(sizes)) == 1 and all(
+            rows in each and not any(n % rows for n in each) for each, rows in pairs
+        ):
+            entries = map(list, zip(*column, strict=True))
+            return [gather(each, sizes, join_numbers) for each in entries]
+    elif all(set(each) == {rows} for each, rows in pairs):
         raise ValueError(
-            f"the last layer returned a list of {rows} containers for a micro-batch of {rows} "
-            f"rows, and each tensor in them has {rows} entries, so it is unclear whether these or "
-            "the entries of the list are the rows; return a tuple if the entries are not"
+            f"the last layer returned a list of {sizes[0]} containers for a micro-batch of "
+            f"{sizes[0]} rows, and each tensor in them has {sizes[0]} entries, so it is unclear "
+            "whether these or the entries of the list are the rows; return a tuple if the entries "
+            "are not"
         )
-    return True
+    return [entry for entries in column for entry in entries]
 
 
 def _join(

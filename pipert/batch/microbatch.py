@@ -107,24 +107,26 @@ def arguments_of(microbatch: Any) -> Arguments:
     return Arguments(microbatch if isinstance(microbatch, tuple) else (microbatch,))
 
 
-def explain_keywords(
-    error: BaseException, value: Value, function: Callable[..., Any] | None = None
-) -> None:
-    """Add how to pass a dict's entries, or the dict, if ``function`` seems to take the other.
-
-    That is, if a key is an unexpected keyword; or if all keys name parameters of ``function``.
-    """
+def explain_mapping(error: BaseException, value: Value, function: Callable[..., Any]) -> None:
+    """Add how to pass a dict's entries, if all its keys name parameters of ``function``."""
     if isinstance(value, Mapping) and value and callable(function):
         parameters = signature(getattr(function, "forward", function)).parameters
         if value.keys() <= parameters.keys():
             error.add_note("the model got a dict as its one argument; to pass the entries: **batch")
-    if isinstance(error, TypeError) and isinstance(value, Arguments):
-        found = re.search(r"unexpected keyword argument '(.*?)'", str(error))
-        if found and found[1] in value.kwargs:
-            error.add_note(
-                "the entries of a dict are keyword arguments; if the model takes the dict itself, "
-                "as its one positional argument, give (batch,) in place of batch"
-            )
+
+
+def explain_keywords(error: TypeError, own: Sequence[str] = ()) -> None:
+    """Add where an unexpected keyword comes from: a call with keywords of its ``own``, or a dict.
+
+    Without ``own`` the arguments were given as a dict: an example, or a micro-batch.
+    """
+    if re.search(r"unexpected keyword argument '(.*?)'", str(error)):
+        error.add_note(
+            f"keywords other than {', '.join(own)} go to the model"
+            if own
+            else "the entries of a dict are keyword arguments; if the model takes the dict itself, "
+            "as its one positional argument, give (batch,) in place of batch"
+        )
 
 
 def ready(microbatches: Iterable[Any], what: str = "microbatches") -> Iterator[Any]:

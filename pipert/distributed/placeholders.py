@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
@@ -12,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from pipert._torch import NormBase, pytree
+from pipert._typing import Tensors
 from pipert.any_model.checkpointed_calls import objects_in, refuse_changes
-from pipert.any_model.intercept import _METADATA
 from pipert.batch.tensors import describe, tensors_of, versions
 from pipert.batch.trees import REMEDY, flatten, held_by
 from pipert.errors import PipertError
@@ -29,18 +30,41 @@ Name = tuple[int, int]
 
 _CLOSED = (nn.Module, Tensor)
 
-DEVICES: frozenset[Any] = frozenset(
-    getattr(Tensor, name).__get__ for name in ("device", "is_meta", "is_cuda", "is_cpu")
-)
-OF_META = _METADATA - DEVICES | {Tensor.is_signed, torch.is_floating_point, torch.is_complex}
-"""Functions that are the same of a placeholder."""
-
 
 class ReplayError(PipertError):
-    """A model's own code needs values that only another rank has."""
+    """A model's own code needs what only another rank has."""
 
-    needs_values = False
-    """Whether a recording with values, by all ranks together, may succeed."""
+
+class NeedsValue(ReplayError):
+    """A recording reached a function that needs the value of a tensor."""
+
+
+def lacks(what: str) -> ReplayError:
+    """Return the error for what needs a value of another rank."""
+    return ReplayError(
+        f"{what}, which only another rank has; compute that inside of the layer that has it, and "
+        "return it from there"
+    )
+
+
+def changes(what: str) -> ReplayError:
+    """Return the error for a change on one rank alone."""
+    return ReplayError(
+        f"{what}, which other ranks would not see; do that inside of a layer, or with a clone"
+    )
+
+
+def hides(what: str) -> ReplayError:
+    """Return the error for a tensor in a place where none is looked for."""
+    return ReplayError(f"{what}, where other ranks do not find it; return it from its layer")
+
+
+def strays(what: str) -> ReplayError:
+    """Return the error for another way through the model than a recording has taken."""
+    return ReplayError(
+        f"{what}: the forward has gone another way than with the example. Give an example that "
+        "goes this way; or pass what decides it as a bool or a number, in place of a tensor"
+    )
 
 
 class Leave(BaseException):
@@ -65,7 +89,7 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """The ``k``-th tensor of a layer's arguments, which the layer returns as it is."""
+    """The ``k``-th tensor among the arguments, which is returned as it is."""
 
     k: int
 
@@ -76,12 +100,94 @@ class Header:
 
     names: list[Name]
     """Of the tensors that cross."""
-    calls: dict[int, tuple[str, Any]]
-    """For each event that was a call of a layer, its name and the structure of its result."""
+    calls: dict[int, tuple[str, Any, Sequence[int]]]
+    """For each event the name of what was called, the structure of its result, and which of its
+    tensors it has changed."""
     made: dict[Name, int]
     """The partition that made each tensor."""
-    dtypes: dict[Name, torch.dtype]
-    """Those of results of the own code, which may differ on meta under autocast."""
+
+
+class Names:
+    """The names of tensors in one replay, and what the header tells of events."""
+
+    def __init__(self) -> None:
+        self.header = Header([], {}, {})
+        self.received: dict[Name, Tensor] = {}
+        """The tensors that have come, by their names."""
+        self._names: dict[int, tuple[weakref.ref[Tensor], Name]] = {}
+        self._tensors: dict[Name, weakref.ref[Tensor]] = {}
+
+    def receive(self, header: Header, tensors: Tensors) -> None:
+        """Take what has come from the partition before."""
+        self.header = Header([], {**header.calls}, {**header.made})
+        self.received = dict(zip(header.names, tensors, strict=True))
+        self._names.update({id(t): (weakref.ref(t), name) for name, t in self.received.items()})
+
+    def of(self, tensor: Tensor) -> Name | None:
+        """Return the name of a tensor, if an event has made it."""
+        found = self._names.get(id(tensor))
+        return found[1] if found is not None and found[0]() is tensor else None
+
+    def add(self, tensor: Tensor, name: Name, j: int) -> None:
+        """Name a tensor that was made in partition ``j``, unless it has a name."""
+        if self.of(tensor) is None:
+            reference = weakref.ref(tensor)
+            self._names[id(tensor)], self._tensors[name] = (reference, name), reference
+            self.header.made.setdefault(name, j)
+
+    def alive(self) -> dict[Name, Tensor]:
+        """Return all tensors that are still referenced and have values here."""
+        made = {name: t for name, ref in self._tensors.items() if (t := ref()) is not None}
+        return {name: t for name, t in {**made, **self.received}.items() if not t.is_meta}
+
+    def tell(
+        self, event: int, j: int, name: str, given: Tensors, y: Any, written: Sequence[int]
+    ) -> list[int]:
+        """Name the results of an event, and put them into the header; return which are old."""
+        tensors, rebuild = tensors_of(y)
+        of = {id(tensor): k for k, tensor in enumerate(given)}
+        leaves: list[Any] = []
+        old = []
+        for k, tensor in enumerate(tensors):
+            if id(tensor) not in of:
+                self.add(tensor, (event, k), j)
+            if (found := self.of(tensor)) is None:
+                leaves.append(Given(of[id(tensor)]))
+            else:
+                about = tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad
+                leaves.append(Leaf(found, *about))
+            if found is None or found[0] != event:
+                old.append(k)
+        self.header.calls[event] = name, rebuild(tuple(leaves)), written
+        return old
+
+    def told(self, event: int, j: int, name: str, given: Tensors) -> tuple[Any, Sequence[int]]:
+        """Return an event's result, in placeholders, and which of ``given`` it has changed."""
+        there, result, written = self.header.calls.get(event, ("nothing", None, ()))
+        if there != name:
+            raise strays(
+                f"event {event} is a call of {name!r} here, but of {there!r} on an earlier rank, "
+                "so ranks differ in the model, its mode or its inputs"
+            )
+        leaves, spec = flatten(result)
+        found = []
+        for leaf in leaves:
+            if type(leaf) is Given:
+                leaf = given[leaf.k]
+            elif type(leaf) is Leaf:
+                about, leaf = leaf, self._tensors.get(leaf.name, lambda: None)()
+                if leaf is None:
+                    self.add(leaf := about.placeholder(), about.name, j)
+                reshape(leaf, about.shape, about.stride)
+            found.append(leaf)
+        return pytree.tree_unflatten(found, spec), written
+
+
+def reshape(placeholder: Tensor, shape: Sequence[int], stride: Sequence[int]) -> None:
+    """Change a placeholder as ``unsqueeze_`` and its like would."""
+    if placeholder.is_meta and tuple(placeholder.shape) != tuple(shape):
+        with torch.no_grad():
+            placeholder.as_strided_(shape, stride)
 
 
 class Record(NamedTuple):
@@ -92,7 +198,7 @@ class Record(NamedTuple):
     paths: Sequence[int]
     """The path to each cut."""
     structure: Any
-    """That of the model's output; ``None`` if unknown."""
+    """That of the model's output."""
 
 
 class Cuts(NamedTuple):
@@ -111,48 +217,6 @@ class Cuts(NamedTuple):
         return len(self.names) + 1
 
 
-def on_meta(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[int, Tensor]]:
-    """Call a torch function with meta tensors in place of real ones.
-
-    Returns:
-        The result; and by the id of its meta tensor each real one that the function would change.
-    """
-    if func in (Tensor.cpu, Tensor.cuda):
-        return args[0], {}
-    if func in (Tensor.__getitem__, Tensor.__setitem__):  # a real mask has its number of rows
-        args = (args[0], _as_numbers(args[1]), *args[2:])
-    metas: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def meta(x: Any) -> Any:
-        if isinstance(x, Tensor) and not x.is_meta:
-            if id(x) not in metas:
-                empty = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=META)
-                metas[id(x)] = x, empty
-            return metas[id(x)][1]
-        return META if isinstance(x, torch.device) or func is Tensor.to and type(x) is str else x
-
-    args, kwargs = pytree.tree_map(meta, (tuple(args), dict(kwargs)))
-    if kwargs.get("device") is not None:
-        kwargs["device"] = META
-    with torch.no_grad():
-        y = func(*args, **kwargs)
-    return y, {id(empty): real for real, empty in metas.values() if empty._version}
-
-
-def called(func: Any) -> str:
-    """Return the name of a torch function."""
-    return str(getattr(func, "__name__", func))
-
-
-def _as_numbers(index: Any) -> Any:
-    """Return an index whose real masks are replaced by the numbers of the rows they select."""
-    found: list[Any] = []
-    for item in index if isinstance(index, tuple) else (index,):
-        is_mask = isinstance(item, Tensor) and item.dtype == torch.bool and not item.is_meta
-        found += item.nonzero(as_tuple=True) if is_mask else [item]
-    return tuple(found) if isinstance(index, tuple) or len(found) != 1 else found[0]
-
-
 @contextmanager
 def refuse_changed_arguments(layer: str, values: Sequence[Any]) -> Iterator[None]:
     """Refuse a layer that is called in the block and changes an object that it is given."""
@@ -164,9 +228,10 @@ def refuse_changed_arguments(layer: str, values: Sequence[Any]) -> Iterator[None
     except RuntimeError:
         changed += [value for value, _ in objects]
     if changed:
-        raise ReplayError(
-            f"the layer {layer!r} changes an argument, a {type(changed[0]).__qualname__}, which "
-            "other ranks would not see; avoid that (models of transformers take use_cache=False)"
+        kind = type(changed[0]).__qualname__
+        raise changes(
+            f"the layer {layer!r} changes an argument, a {kind} (models of transformers take "
+            "use_cache=False)"
         )
 
 
@@ -182,10 +247,7 @@ def inputs_unchanged(x: Any) -> Iterator[None]:
     yield
     for tensor, count, now in zip(tensors, before, versions(tensors), strict=True):
         if count != now:
-            raise ReplayError(
-                f"the model changes one of its inputs in place, {describe(tensor)}; its forward "
-                "runs again for each partition on the same inputs, so change a clone"
-            )
+            raise changes(f"the model changes one of its inputs in place, {describe(tensor)}")
 
 
 def refuse_hidden(
@@ -195,10 +257,8 @@ def refuse_hidden(
     for leaf in flatten(y)[0]:
         if not isinstance(leaf, Tensor):
             if any(isinstance(hidden, Tensor) and wanted(hidden) for hidden in held_by(leaf)):
-                raise ReplayError(
-                    f"{what} returns a tensor inside of a {type(leaf).__qualname__}, where "
-                    f"other ranks would not find it; {REMEDY}"
-                )
+                kind = type(leaf).__qualname__
+                raise hides(f"{what} returns a tensor inside of a {kind} ({REMEDY})")
 
 
 @contextmanager
@@ -207,10 +267,9 @@ def refuse_reading_hooks(layer: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise ReplayError(
-            f"a hook of the layer {layer!r} fails on a rank that has no values of that layer "
-            f"({type(error).__name__}: {str(error)[:200]}); let hooks pass over tensors that are "
-            "on the meta device, or remove them, such as checks for NaN"
+        raise lacks(
+            f"a hook of the layer {layer!r} fails on a tensor on the meta device, over which it "
+            f"may pass ({type(error).__name__}: {str(error)[:200]}): it needs a value"
         ) from error
 
 
@@ -243,16 +302,10 @@ def _has_meta(value: Any) -> bool:
 def refuse_unrepeatable() -> None:
     """Refuse a call of a layer that a checkpoint of the own code would repeat."""
     if torch.is_grad_enabled() and is_in_checkpoint():
-        raise ReplayError(
-            "the model's own code calls a layer inside of torch.utils.checkpoint, which would "
-            "call it again without what other ranks have sent; give the pipe checkpoint=, or "
-            "checkpoint inside of the layer"
+        raise lacks(
+            "the model's own code calls a layer inside of torch.utils.checkpoint (in place of "
+            "checkpoint= of the pipe), whose recomputation needs values"
         )
-
-
-def modules_in(values: Sequence[Any]) -> list[nn.Module]:
-    """Return the modules that a layer is given, such as an embedding whose weight a head uses."""
-    return [value for value in values if isinstance(value, nn.Module)]
 
 
 @contextmanager
@@ -275,71 +328,14 @@ def unseen(phase: int, tensor: Tensor, model: nn.Module) -> ReplayError:
         for key, value in vars(module).items():
             if value is tensor or any(one is tensor for one in held_by(value, _CLOSED)):
                 where = f", and is kept in {f'{name}.{key}'.lstrip('.')!r}"
-    return ReplayError(
+    return hides(
         f"the model's own code in partition {phase} uses a tensor, {describe(tensor)}, that was "
-        f"made unseen{where}: in an earlier call; inside of a layer that does not return it, such "
-        "as an auxiliary loss or attention weights that a hook collects; in a compiled function, "
-        "or in a torch.autograd.Function. Return it from the layer, or make the function a module "
-        "with parameters"
+        f"made unseen{where}: in an earlier call, inside of a layer (an auxiliary loss, attention "
+        "weights that a hook collects), in a compiled function or in a torch.autograd.Function"
     )
-
-
-def not_crossed(j: int, name: Name, made: int) -> ReplayError:
-    """Return the error for a tensor that its record did not let cross to partition ``j``."""
-    return ReplayError(
-        f"partition {j} uses result {name[1]} of event {name[0]} of partition {made}, which did "
-        "not cross: the forward has gone another way than when it was recorded"
-    )
-
-
-def lacking(structure: Any, recorded: Any) -> ReplayError:
-    """Return the error for an output of another structure than was recorded."""
-    return ReplayError(
-        "the model's output lacks what layers of other partitions keep for it elsewhere than in "
-        f"what they return, such as output_attentions: it is {structure}, but must be {recorded}"
-    )
-
-
-HOOKS = {Tensor.register_hook, Tensor.retain_grad}
 
 
 def statistics_of(layers: Iterable[nn.Module]) -> set[int]:
     """Return the ids of the running statistics in these layers."""
     norms = [m for layer in layers for m in layer.modules() if isinstance(m, NormBase)]
     return {id(buffer) for norm in norms for buffer in norm._buffers.values()} - {id(None)}
-
-
-def refuse_reading(statistics: set[int], tensors: Iterable[Tensor], function: Any) -> None:
-    """Refuse own code that reads running statistics, which other ranks would find unchanged."""
-    if not statistics.isdisjoint(map(id, tensors)):
-        raise ReplayError(
-            f"the model's own code reads running statistics of a layer, in {called(function)}, "
-            "which only the rank of that layer has; do that in the layer"
-        )
-
-
-def refuse_hook(function: Any, phase: int, is_elsewhere: bool) -> None:
-    """Refuse a hook on a tensor of another rank, which has a part of its gradient."""
-    if is_elsewhere:
-        raise ReplayError(
-            f"the model's own code in partition {phase} calls {called(function)} of a tensor of an "
-            "earlier partition, and would see this rank's part of its gradient; call it behind "
-            "the layer that makes the tensor, before the next cut"
-        )
-
-
-def written_elsewhere(function: str) -> ReplayError:
-    """Return the error for memory of inputs' tensors that has been written under another name."""
-    return ReplayError(
-        f"the model's own code has written a value of a layer, in {function}, into memory that it "
-        "uses under another name, such as a view: another rank would not see the change. Write "
-        "into a clone, or make the view after the change"
-    )
-
-
-def elsewhere(j: int, what: str) -> ReplayError:
-    """Return the error for a parameter that the recording has not seen in partition ``j``."""
-    return ReplayError(
-        f"partition {j} uses a parameter or buffer of another partition, {what}; when the model "
-        "was recorded with the example, it did not: give an example that takes the same way"
-    )

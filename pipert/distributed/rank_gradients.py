@@ -7,9 +7,10 @@ them identical.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from functools import reduce
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -125,13 +126,19 @@ def norm_of_all(grads: Sequence[Tensor], norm_type: float, site: Site) -> Tensor
     with site.agreement.agreeing("grad_norm()") as reports:
         if not (norm_type := float(norm_type)) > 0:
             raise ValueError(f"norm_type must be positive, got {norm_type}")
-        norm = get_total_norm(grads, norm_type).to(site.device)
-        reports.append((norm_type, norm.dtype if grads else None))
+        kinds = defaultdict[Any, list[Tensor]](list)  # torch takes no DTensor beside others
+        for grad in grads:
+            kinds[getattr(grad, "device_mesh", None)].append(grad)
+        own = [get_total_norm(some, norm_type).to(site.device) for some in kinds.values()]
+        reports.append((norm_type, [norm.dtype for norm in own]))
     site.agreement.require_same("norm_type", [each for each, _ in reports])
-    dtypes = [dtype for _, dtype in reports if dtype is not None] or [norm.dtype]
+    dtypes = [dtype for _, some in reports for dtype in some] or [torch.get_default_dtype()]
     with site.agreement.talking():
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        norm = norm.double()  # one dtype on all ranks; a half overflows when squared
+        whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in own]
+        zero = torch.zeros((), dtype=torch.float64, device=site.device)
+        # In one dtype on all ranks; a half overflows when squared.
+        each = torch.stack([zero, *[norm.double() for norm in whole]])
+        norm = torch.linalg.vector_norm(each, norm_type)
         norms = [torch.empty_like(norm) for _ in range(site.group.size())]
         dist.all_gather(norms, norm, site.group)
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)

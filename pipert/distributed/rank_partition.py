@@ -80,9 +80,7 @@ class RankBatch:
     failure: tuple[BaseException, Action | None] | None = None
     """The first error on this rank, and the action that raised it."""
     records: list[Any] = field(default_factory=list)
-    """For each micro-batch of any model, its :class:`.Record`, or ``None`` while there is none."""
-    seen: list[Any] = field(default_factory=list)
-    """The replays of micro-batches without a record: which names were made, and used."""
+    """For each micro-batch of any model, its :class:`.Record`, or ``None`` if there is none."""
     is_failed: bool = False
     """Whether this rank has failed, or one before it."""
     last: Action | None = None

@@ -27,7 +27,6 @@ from pipert.distributed.rank_partition import StageModule
 from pipert.distributed.rank_reports import Call, RankSettings
 from pipert.distributed.rank_run import RankParts, RankRuntime
 from pipert.distributed.rank_stage import check_schedule, ranks_of
-from pipert.distributed.rank_timeline import record
 from pipert.layers.batchnorm import check_batch_norm
 from pipert.layers.place import last_layer
 from pipert.model.settings import check_checkpoint, check_chunks
@@ -36,7 +35,7 @@ from pipert.observe.event import Observer
 from pipert.skip.routes import routes_along, verify_skippables
 from pipert.stage.loss import LossFunction
 from pipert.status import Statistics
-from pipert.timeline.timeline import Timeline
+from pipert.timeline.timeline import Record, Timeline
 
 __all__ = ["Pipe"]
 
@@ -158,12 +157,9 @@ class RankPipe(nn.Module):
         return (loss, outputs) if return_outputs else loss
 
     def record(self) -> AbstractContextManager[Timeline]:
-        """Record the tasks of all ranks in the block, as :meth:`pipert.Pipe.record` does.
-
-        All ranks enter and leave the block, and get the same timeline at its end, with a lane for
-        each rank. Its report says which rank waited for which.
-        """
-        return record(self._runtime)
+        """Record this rank's tasks in the block: for a picture or a trace, not for a report."""
+        n, device = len(self._runtime.site.homes), self._runtime.site.device
+        return Record(self._runtime.counters, [device] * n, [0] * n)
 
     def statistics(self) -> Statistics:
         """Return this rank's counts of runs, as :meth:`pipert.Pipe.statistics` does."""

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from pipert._typing import Device
 from pipert.balance.by_calls import choose_cuts
-from pipert.batch.microbatch import Arguments, arguments_of
+from pipert.batch.microbatch import Arguments, arguments_of, ready
 from pipert.distributed.rank_agreement import Site
 from pipert.distributed.rank_parameters import Load, materialise, own_tree, stage_modules
 from pipert.distributed.rank_partition import StageModule, moved
@@ -91,6 +91,7 @@ def pipeline(
     first = where.agreement.ranks[0]
     with where.agreement.agreeing() as chosen:
         cuts = _check(model, cuts, partitions, example, inputs)
+        (example,) = ready([example])  # without Replicate
         if cuts is None and partitions is not None and dist.get_rank() == first:
             if any(parameter.is_meta for parameter in model.parameters()):
                 raise ValueError(

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -40,7 +40,6 @@ from pipert.distributed.rank_stage import RankStage, make_schedule
 from pipert.distributed.replay_model import ReplayModel
 from pipert.layers.batchnorm import DeferredStats
 from pipert.layers.call import Layers, RandomLayers
-from pipert.layers.effects import Effects
 from pipert.layers.place import Place
 from pipert.layers.random_numbers import RunSeed, draws
 from pipert.observe.notifier import Counters
@@ -115,7 +114,7 @@ class RankRuntime:
         earlier, stats = None, None
         with self.counters.open(planned) as notifier:
             try:
-                with site.agreement.agreeing() as unrecorded:
+                with site.agreement.agreeing():
                     if arrived is not None:
                         inputs = arrived.rebuild(tuple(arrived.tensors))
                     # Also in a forward: a new stage of torch drops gradients of sharded parameters.
@@ -141,9 +140,8 @@ class RankRuntime:
                         is_sharded=bool(self._sharded),
                     )
                     prepared = self._prepared(settings.schedule, batch, stats, call.is_step)
-                    unrecorded.append(() if replayed is None else replayed.prepare(batch))
-                for i in sorted(set().union(*unrecorded)):
-                    self._record(settings.schedule, batch, i)
+                    if replayed is not None:
+                        replayed.prepare(batch)
                 result = self._go(prepared, batch, earlier, call.is_step)
                 notifier.outcome = "succeeded"
             except BaseException as error:
@@ -191,23 +189,6 @@ class RankRuntime:
             self._schedules[key] = make_schedule(name, stages, len(batch.sizes), loss_fn), stages
         schedule, stages = self._schedules[key]
         return schedule, [*zip(stages, self._partitions(batch, stats), strict=True)]
-
-    def _record(self, name: str, batch: RankBatch, i: int) -> None:
-        """Let the model see a forward of micro-batch ``i``, for which it has no record."""
-        agreement, model = self.site.agreement, self.parts.replayed
-        assert model is not None
-        # With a graph, which shows what layers keep elsewhere than in what they return.
-        with torch.enable_grad(), model.unchanged():
-            with agreement.agreeing():
-                alone = replace(
-                    batch, sizes=[batch.sizes[i]], inputs=[batch.inputs[i]], recomputed=0,
-                    loss=None, keep_outputs=False, sent=[], effects=Effects(at_end=True),
-                    records=[None],
-                )  # fmt: skip
-                prepared = self._prepared(name, alone, None, False)
-            self._run_schedule(prepared, alone)
-        seen = agreement.agree(alone.seen, *alone.take_failure())
-        model.note(batch, i, [agreement.of(rank, seen) for rank in {*self.site.homes}])
 
     def _go(
         self, prepared: Prepared, batch: RankBatch, earlier: EarlierGradients, is_step: bool

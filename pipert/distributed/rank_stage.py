@@ -255,7 +255,7 @@ class RankStage(PipelineStage):
         batch = self._batch
         if self._is_wrapped or not batch.is_failed:
             raises = self._is_wrapped or batch.is_sharded
-            self._carry_out(BACKWARD, i, raises, self._partition.layers.backward, i, go_back)
+            self._carry_out(BACKWARD, i, raises, go_back)
 
     def backward_weight_one_chunk(self, i: int, last_backward: bool = False) -> None:
         later = self._kept[i].deferred

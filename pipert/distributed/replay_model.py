@@ -1,15 +1,15 @@
 """Runs any model over ranks: its partitions are computed by replays of its own forward.
 
 Recordings find its layers, where its parameters belong, and what crosses. A record depends on what
-the inputs are, and the mode. Once two that differ in shapes alone are equal, it serves for all
+the inputs are, and on modes. Once two that differ in shapes alone are equal, it serves for all
 shapes: a mini-batch of a new length takes no recording. Where it does not fit, paths show it.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -20,23 +20,23 @@ from torch import Tensor, nn
 from pipert._torch import NormBase, has_hooks
 from pipert._typing import Value
 from pipert.any_model.checkpointed_calls import checkpointed_call
-from pipert.any_model.map_tensors import map_tensors
 from pipert.batch.tensors import tensors_of, version
 from pipert.batch.trees import flatten
 from pipert.distributed.placeholders import (
     Cuts,
     Name,
+    NeedsValue,
     Record,
-    ReplayError,
+    changes,
     forward_replaced,
     inputs_unchanged,
+    strays,
     untouched,
 )
 from pipert.distributed.rank_partition import Compute, RankBatch
 from pipert.distributed.replay import Replay
 from pipert.layers.call import Layers
 from pipert.layers.modules import modules_of
-from pipert.layers.phase import is_recomputing
 from pipert.layers.place import Place, describe_layer
 from pipert.layers.random_numbers import RunSeed, TaskRng
 from pipert.layers.segments import Segments
@@ -95,30 +95,33 @@ class ReplayModel:
     """The partitions that use each parameter."""
     layers: dict[nn.Module, set[int]] = field(default_factory=dict)
     """The partitions that call each layer."""
-    needs_values: bool = False
-    """Whether no recording on meta is possible."""
+    reads_values: bool = False
+    """Whether the own code of the last partition decides by values, so that there are no records
+    and all tensors that are alive cross."""
     records: dict[Any, Record] = field(default_factory=dict)
     """By what the inputs are and their shapes, or ``ANY_SHAPES``; the last used is the last."""
 
     def place(self, example: Value) -> None:
         """Find the partitions that use each parameter, from a recording of the example.
 
-        Where that fails for lack of values, layers belong to the partition of the last cut that was
-        registered before them.
+        A layer that the example skips belongs to the partition of the last cut that was registered
+        before it; and to the last one if what follows depends on values there.
         """
         replay, _ = self._recording(example)
         names = {name: layer for layer, name in self.cuts.layers.items()}
         registered = homes(names, list(self.cuts.names))
+        rest = {self.cuts.n - 1} if self.reads_values else None
         uses: dict[nn.Parameter, set[int]] = defaultdict(set)
         for parameter, used in replay.own_parameters.items():
             uses[parameter] |= used
-        self.layers = {layer: {registered[name]} for layer, name in self.cuts.layers.items()}
+        layers = self.cuts.layers.items()
+        self.layers = {layer: rest or {registered[name]} for layer, name in layers}
         self.layers.update(replay.called)  # and modules that layers are given
         for layer, used in self.layers.items():
             for parameter in layer.parameters():
                 uses[parameter] |= used
         for parameter in self.cuts.model.parameters():
-            self.uses[parameter] = uses[parameter] or {0}
+            self.uses[parameter] = uses[parameter] or rest or {0}
 
     def _recording(self, x: Value, i: int = 0, seed: int = 0) -> tuple[Replay, bool]:
         """Record on meta; return the replay, and whether the own code has drawn.
@@ -138,10 +141,10 @@ class ReplayModel:
         try:
             with untouched(self.cuts.model), self.recorded(replay), inputs_unchanged(copy):
                 replay.run(self.cuts.model, copy)
-        except ReplayError as error:
-            if not error.needs_values:
+        except NeedsValue:
+            if not replay.is_at_end:
                 raise
-            self.needs_values = True
+            self.reads_values = True
         return replay, own.used
 
     @contextmanager
@@ -152,9 +155,9 @@ class ReplayModel:
         after = self._own_state()
         for name, buffer in self.cuts.model.named_buffers():
             if replay.is_of_layers(buffer) or after.get(name) != before.get(name):
-                raise ReplayError(
+                raise changes(
                     f"the model's own code changes the buffer {name!r}: a rank would do so for "
-                    "each of its partitions, and not behind them; do that inside of a layer"
+                    "each of its partitions and for none behind them"
                 )
 
     def _own_state(self) -> dict[str, tuple[int, int]]:
@@ -174,21 +177,22 @@ class ReplayModel:
             (leaf.dtype, leaf.dim()) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves
         ]
         shapes = [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor)]
-        mode = self.cuts.model.training, torch.is_grad_enabled()
+        kind = self.device.type
+        casts = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+        mode = self.cuts.model.training, torch.is_grad_enabled(), casts
         return (str(spec), tuple(kinds), *mode), (*shapes, None)
 
     def _record(self, i: int, x: Value, seed: int) -> Record | None:
-        """Return the record for micro-batch ``i``; ``None`` if it takes values to make one."""
+        """Return the record for micro-batch ``i``; ``None`` if there is none."""
         kind, shapes = self._kind(x)
         for key in ((kind, ANY_SHAPES), (kind, shapes)):
             if key in self.records:
                 return self._keep(key, self.records[key])
-        if self.needs_values:
+        if not self.reads_values:
+            replay, draws = self._recording(x, i, seed)
+        if self.reads_values:
             return None
-        replay, draws = self._recording(x, i, seed)
-        if replay.structure is None:  # it broke off for lack of values
-            return None
-        crossing = self._crossing(replay.header.made, replay.used)
+        crossing = self._crossing(replay.names.header.made, replay.used)
         record = Record(crossing, replay.paths, replay.structure)
         if not draws:  # else its choices may be others next time
             others = [one for (other, _), one in self.records.items() if other == kind]
@@ -203,26 +207,10 @@ class ReplayModel:
             del self.records[next(iter(self.records))]
         return record
 
-    def prepare(self, batch: RankBatch) -> Sequence[int]:
-        """Find the records of the micro-batches; return those that need values to be recorded."""
-        seed, first = batch.seed.number or 0, dict[Any, int]()
+    def prepare(self, batch: RankBatch) -> None:
+        """Find the records of the micro-batches."""
+        seed = batch.seed.number or 0
         batch.records[:] = [self._record(i, x, seed) for i, x in enumerate(batch.inputs)]
-        for i, x in enumerate(batch.inputs):
-            if batch.records[i] is None:
-                first.setdefault(self._kind(x)[0], i)
-        return [*first.values()]
-
-    def note(self, batch: RankBatch, i: int, seen: Sequence[list[Any]]) -> None:
-        """Make the record of micro-batch ``i``, and of those like it, from what ranks have seen."""
-        made, used, paths = dict[Name, int](), dict[Name, int](), list[int]()
-        for made_there, used_there, paths_there in [one for of_rank in seen for one in of_rank]:
-            made.update(made_there)
-            paths = max(paths, paths_there, key=len)
-            for name, j in used_there.items():
-                used[name] = max(j, used.get(name, 0))
-        record = Record(self._crossing(made, used), paths, None)
-        self._keep((self._kind(batch.inputs[i])[0], ANY_SHAPES), record)
-        self.prepare(batch)
 
     def _crossing(self, made: dict[Name, int], used: dict[Name, int]) -> list[list[Name]]:
         """Return for each partition the names that it sends on."""
@@ -230,10 +218,6 @@ class ReplayModel:
             sorted(name for name, user in used.items() if made[name] <= j < user)
             for j in range(self.cuts.n)
         ]
-
-    def unchanged(self) -> AbstractContextManager[object]:
-        """Return a block that restores what the model keeps."""
-        return untouched(self.cuts.model)
 
     def computing(self, place: Place, layers: Layers, batch: RankBatch) -> Compute:
         """Return what computes a partition in a mini-batch."""
@@ -257,53 +241,35 @@ class ReplayComputing:
         compute = partial(self._call, i, segments, drawing)
         replay = Replay(cuts, self.place.j, device, drawing, compute, batch.records[i])
         if self.place.j:
-            replay.receive(*x)
-        if batch.records[i] is not None:
-            with inputs_unchanged(batch.inputs[i]):
-                return replay.run(cuts.model, batch.inputs[i])
-        copy = _copied(batch.inputs[i])
-        with self.model.recorded(replay), inputs_unchanged(copy):
-            y = replay.run(cuts.model, copy)
-        batch.seen.append((replay.header.made, replay.used, replay.paths))
-        return y
+            replay.names.receive(*x)
+        with inputs_unchanged(batch.inputs[i]):
+            return replay.run(cuts.model, batch.inputs[i])
 
     def _call(
         self, i: int, segments: Segments | None, drawing: Callable[[int], Any], module: nn.Module,
         event: int, call: Callable[..., Any], args: Any, kwargs: dict[str, Any],
     ) -> Any:  # fmt: skip
+        used, name = self.model.layers[module], self.model.cuts.layers[module]
+        if self.place.j not in used and any(p.is_meta for p in module.parameters()):
+            raise strays(
+                f"partition {self.place.j} calls the layer {name!r}, whose parameters are in "
+                f"partition {min(used)}"
+            )
         with drawing(event):
             if segments is None or not self.layers.recomputes(module):
-                return self.layers.call_locked(module, call, *args, **kwargs)
+                return call(*args, **kwargs)
             self.layers.refuse_replaced(module)
-            again = partial(self._checkpoint, i, segments, module, partial(drawing, event))
+            compute = partial(self._checkpoint, i, segments, module, partial(drawing, event))
             if not has_hooks(module):
-                return again(call, *args, **kwargs)
+                return compute(call, *args, **kwargs)
             # Hooks stay outside, since the own code may use what they collect.
-            with forward_replaced(module, partial(again, module.forward)):
+            with forward_replaced(module, partial(compute, module.forward)):
                 return call(*args, **kwargs)
 
     def _checkpoint(
         self, i: int, segments: Segments, module: nn.Module, drawing: Callable[[], Any],
         call: Callable[..., Any], /, *args: Any, **kwargs: Any,
     ) -> Any:  # fmt: skip
-        """Call a layer to be recomputed; what it returns of its arguments stays the same tensor."""
-        given = {id(tensor): tensor for tensor in tensors_of((args, kwargs))[0]}
-        returned: list[Tensor] = []
-
-        def noting(*args: Any, **kwargs: Any) -> Any:
-            y = call(*args, **kwargs)
-            if not is_recomputing():
-                returned[:] = tensors_of(y)[0]
-            return y
-
         name = describe_layer(self.model.cuts.layers[module], module)
-        compute = partial(self.layers.call_layer, i, module, name, noting)
-        y = checkpointed_call(segments, name, compute, drawing, args, kwargs)
-        tensors = tensors_of(y)[0]
-        same = {
-            id(tensor): given[id(one)]
-            for tensor, one in zip(tensors, returned, strict=True)
-            if id(one) in given
-        }
-        returned.clear()
-        return map_tensors(y, lambda t: same.get(id(t), t)) if same else y
+        compute = partial(self.layers.call_layer, i, module, name, call)
+        return checkpointed_call(segments, name, compute, drawing, args, kwargs)

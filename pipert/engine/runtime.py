@@ -77,7 +77,7 @@ class Runtime:
         self._kinds = set[type]()  # the classes of layers that are known not to be data-parallel
         self._identity = object()
         self._modes: list[bool] = []  # of the layers, in the last run
-        self._turns: Turns = {}  # those of its tasks; shared by runs that overlap
+        self._turns = Turns()  # those of its tasks; shared by runs that overlap
         self.counters = Counters()
         served = [devices[self.workers.index(w)] for w in range(len(set(self.workers)))]
         names = [f"pipert-{device}-{w}" for w, device in enumerate(served)]

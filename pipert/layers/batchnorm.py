@@ -38,8 +38,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from pipert._torch import BatchNorm, NormBase, forward_pre_hooks, is_lazy
-from pipert.errors import WholeBatchWarning
-from pipert.layers.nested_checkpoint import refuse_nested_checkpoint
+from pipert.errors import NestedCheckpointError, WholeBatchWarning
+from pipert.layers.nested_checkpoint import checkpoint_around
 from pipert.queues.process_lock import ProcessLock
 
 _committing = ProcessLock()
@@ -187,10 +187,11 @@ class _Collect(TorchFunctionMode):
         if not arguments.get("training", False) or layer not in self._stats.buffers:
             output = func(**arguments)
             return output
-        if not torch.compiler.is_dynamo_compiling():
-            refuse_nested_checkpoint(
+        if not torch.compiler.is_dynamo_compiling() and checkpoint_around() is not None:
+            raise NestedCheckpointError(
                 "a layer used torch.utils.checkpoint around a BatchNorm whose running statistics "
-                "are deferred; its recomputation would update them, too"
+                "are deferred; its recomputation would update them, too. Take it out of the layer "
+                "and let the pipe checkpoint, with checkpoint='except_last' or 'always'"
             )
         x = arguments["input"]
         batch_mean, batch_var = torch.zeros_like(mean), torch.zeros_like(var)

@@ -15,10 +15,9 @@ from typing import Any
 from torch import nn
 
 from pipert._typing import Value
-from pipert.batch.microbatch import Arguments, explain_keywords
+from pipert.batch.microbatch import Arguments
 from pipert.batch.tensors import Carried, describe
 from pipert.errors import add_note
-from pipert.layers.buffers import locks_of, under
 from pipert.layers.compiling import call_compiled, is_compiled
 from pipert.layers.effects import Effect, Effects
 from pipert.layers.parameter_copies import ParameterCopies
@@ -28,7 +27,7 @@ from pipert.layers.random_numbers import RunSeed, TaskRng, current_task
 from pipert.layers.segments import Segments
 from pipert.layers.snapshot import Snapshot
 from pipert.observe.notifier import Notifier
-from pipert.schedules.action import BACKWARD, FORWARD, RECOMPUTE, Action
+from pipert.schedules.action import FORWARD, RECOMPUTE, Action
 from pipert.skip.routes import PartitionSkips
 from pipert.skip.store import of_task
 from pipert.workers.context import NOTHING, CallerContext
@@ -53,8 +52,8 @@ class Layers:
     """Whether tasks have random numbers of their own."""
 
     __slots__ = (
-        "_compiled", "_context", "_effects", "_layers", "_locks", "_notifier", "_partition",
-        "_place", "_skips", "_snapshot", "_with_buffers", "copies",
+        "_compiled", "_context", "_effects", "_layers", "_notifier", "_partition", "_place",
+        "_skips", "_snapshot", "copies",
     )  # fmt: skip
 
     def __init__(
@@ -76,9 +75,6 @@ class Layers:
         self.copies: ParameterCopies | None = None
         """The copies that layers compute with, of parameters that live on other devices."""
         self._snapshot: Snapshot | None = None
-        self._with_buffers: set[nn.Module] | None = None
-        """The layers that have buffers; known once :meth:`forward` begins."""
-        self._locks: dict[nn.Module, Any] = {}  # of the layers called so far in the run
         may_be = "torch._dynamo" in sys.modules
         self._compiled = {layer for layer in partition if is_compiled(layer)} if may_be else set()
 
@@ -133,8 +129,6 @@ class Layers:
     def _compute(self, i: int, start: int, stop: int | None, value: Value) -> Value:
         """Compute some of the layers, one after the other."""
         buffers = self._snapshot.buffers if self._snapshot and is_recomputing() else {}
-        if self._with_buffers is None:
-            self._with_buffers = set(filter(locks_of, self._layers))
         store = None
         if self._skips is not None:
             value, skips = value
@@ -150,8 +144,6 @@ class Layers:
                     call = self.copies.wrap(self._place.j, [layer], call)
                 if layer in buffers:
                     call = partial(buffers[layer].put_aside, call)
-                if layer in self._with_buffers:
-                    call = partial(self.call_locked, layer, call)
                 if isinstance(value, Arguments):
                     value = call(*value.args, **value.kwargs)
                 else:
@@ -160,7 +152,6 @@ class Layers:
             return value if store is None else Carried(value, store.entries())
         except BaseException as error:
             add_note(error, partial(self._note_of_layer, i, done, value))
-            explain_keywords(error, value)
             raise
         finally:
             if store is not None:
@@ -215,35 +206,16 @@ class Layers:
         assert self._snapshot is not None
         args, kwargs = value
         if not is_recomputing():
-            return self.call_locked(layer, call, *args, **kwargs)
+            return call(*args, **kwargs)
         try:
-            put_aside = self._snapshot.buffers[layer].put_aside
-            return self.call_locked(layer, put_aside, call, *args, **kwargs)
+            return self._snapshot.buffers[layer].put_aside(call, *args, **kwargs)
         except BaseException as error:
             add_note(error, partial(self.note_of_call, i, name, args, kwargs))
             raise
 
-    def call_locked(
-        self, layer: nn.Module, call: Callable[..., Value], /, *args: Any, **kwargs: Any
-    ) -> Value:
-        """Call ``layer``, and no other at the same time that has its buffers."""
-        locks = self._locks.get(layer)
-        if locks is None:
-            locks = self._locks[layer] = locks_of(layer)
-        if locks:
-            with under(locks, self._effects):
-                return call(*args, **kwargs)
-        return call(*args, **kwargs)
-
     def parameters(self) -> Iterator[nn.Parameter]:
         """Iterate over the parameters of the layers."""
         return self._partition.parameters()
-
-    def backward(
-        self, i: int, differentiate: Callable[..., Value], *args: Any, kind: str = BACKWARD
-    ) -> Value:
-        """Call ``differentiate(*args)``: ``B[i,j]`` of a step, or ``W[i,j]``."""
-        return differentiate(*args)
 
     def note_of_call(self, i: int, layer: str, args: Any, kwargs: dict[str, Any]) -> str:
         """Return the note for an error that ``layer`` raised: where it was, and its input."""
@@ -281,10 +253,3 @@ class RandomLayers(Layers):
         place = self._place
         with TaskRng(self._seed, place.number(i), place.device, (FORWARD, place.j)):
             return super().forward(i, *args)
-
-    def backward(
-        self, i: int, differentiate: Callable[..., Value], *args: Any, kind: str = BACKWARD
-    ) -> Value:
-        place, number = self._place, self._place.number_of_backward(i)
-        with TaskRng(self._seed, number, place.device, (kind, place.j), is_backward=True):
-            return differentiate(*args)

@@ -10,8 +10,8 @@ that draws has it to itself: it seeds it, computes, and puts its old state back.
   task goes on afterwards. So the tasks are a stack.
 * **G3** whoever waits notices a task whose thread has died, or whose run was given up: such a task
   no longer counts, even if it is stuck in a layer.
-* **G4** nobody waits for another run, for a layer's lock, or for another generator out of order,
-  while it has one (``random_numbers.paused``).
+* **G4** nobody waits for another run, or for another generator out of order, while it has one
+  (``random_numbers.paused``).
 """
 
 from __future__ import annotations

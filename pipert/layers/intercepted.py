@@ -11,10 +11,11 @@ from __future__ import annotations
 import copy
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from functools import partial
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 
 from pipert._torch import COMPILED_CALL, plain_call
@@ -41,6 +42,8 @@ class Route(Protocol):
 
 class _Thread(threading.local):
     interceptor: Interceptor | None = None
+    around: Container[nn.Module] = ()
+    """The modules around layers of the model that runs."""
     is_trial: bool = False
     """Whether a model is tried out by itself, even if it is in a pipe."""
 
@@ -90,15 +93,22 @@ class Calls(Guest):
         self._module = weakref.ref(module)
         self.own: Callable[..., Any] | None = compiled_call(module)
         self.route: Route | None = None
+        self.bring: Callable[..., Any] | None = None
+        """Calls a layer that no pipe runs, with its arguments on the layer's device."""
         self.users = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        route = self.route  # the pipe may be closed meanwhile
+        if route is not None and torch.compiler.is_dynamo_compiling():  # it would see no layers
+            disable: Any = torch.compiler.disable
+            return disable(self.__call__)(*args, **kwargs)
         module: Any = self._module()
         call = self.own or plain_call(module)
-        route = self.route  # the pipe may be closed meanwhile
+        interceptor = here.interceptor  # may be of another pipe, of which the module is a layer
         if route is not None and route.is_outside():
             call = partial(route.send, call)
-        interceptor = here.interceptor  # of another pipe, of which the module is a layer
+        elif self.bring is not None and interceptor is None:
+            call = partial(self.bring, call)
         if interceptor is None:
             return call(*args, **kwargs)
         return interceptor.call(module, call, args, kwargs)

@@ -1,9 +1,8 @@
-"""Refuses ``torch.utils.checkpoint`` inside a layer around what it would not recompute alike."""
+"""Finds a ``torch.utils.checkpoint`` around code, and refuses what it would not repeat alike."""
 
 from __future__ import annotations
 
 import inspect
-import os
 from typing import Any
 
 import torch.utils.checkpoint
@@ -12,15 +11,26 @@ from pipert._torch import top_hooks
 from pipert.errors import NestedCheckpointError
 
 _CHECKPOINT = torch.utils.checkpoint.__name__
-# The file that calls the layers. Frames further out are no layer's: the pipe itself may be inside
-# a checkpoint.
-_CALL = os.path.join(os.path.dirname(__file__), "call.py")
+_REENTRANT = torch.utils.checkpoint.CheckpointFunction.forward.__code__
 
 
 def is_in_checkpoint() -> bool:
     """Whether a ``torch.utils.checkpoint`` around this code will recompute what operations save."""
     hooks: Any = top_hooks(True)
     return hooks is not None and getattr(hooks[0], "__module__", "") == _CHECKPOINT
+
+
+def checkpoint_around() -> object:
+    """Return what stands for the ``torch.utils.checkpoint`` that runs this code, or ``None``.
+
+    Call it where gradients are enabled but for a reentrant one, which disables them.
+    """
+    if is_in_checkpoint():
+        return top_hooks(True)[0]
+    frame = None if torch.is_grad_enabled() else inspect.currentframe()
+    while frame is not None and frame.f_code is not _REENTRANT:
+        frame = frame.f_back
+    return frame and frame.f_locals["ctx"]
 
 
 def refuse_reentrant_checkpoint(error: RuntimeError) -> None:
@@ -40,19 +50,3 @@ def refuse_reentrant_checkpoint(error: RuntimeError) -> None:
             "gradient_checkpointing_kwargs={'use_reentrant': False})), or let the pipe checkpoint, "
             "with checkpoint='always'"
         ) from error
-
-
-def refuse_nested_checkpoint(message: str) -> None:
-    """Refuse a ``torch.utils.checkpoint`` around this code, inside the current layer.
-
-    Raises:
-        NestedCheckpointError: there is one; with ``message``.
-    """
-    frame = inspect.currentframe()
-    while frame is not None and (file := frame.f_code.co_filename) != _CALL:
-        if file == torch.utils.checkpoint.__file__:
-            raise NestedCheckpointError(
-                f"{message}. Take it out of the layer and let the pipe checkpoint, with "
-                "checkpoint='except_last' or 'always'"
-            )
-        frame = frame.f_back

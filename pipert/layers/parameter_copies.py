@@ -12,10 +12,11 @@ partition that uses it, its *owner*; every other device computes with a copy:
    unaffected. A change in place is refused, as the others would miss it.
 3. A recomputation uses the copy of its forward.
 
-A substitute reaches only torch functions: scripted functions and backward hooks get the parameter
-itself, on its own device. So does ``Function.apply``, which no mode sees; its graph is refused. So
-are compiled and scripted layers, and ``torch.utils.checkpoint`` inside a layer. A hook that a layer
-registers on the parameter in its forward goes to the copy, and sees its device's share alone.
+A substitute reaches only torch functions: scripted functions, backward hooks and the recomputation
+of ``torch.utils.checkpoint`` inside a layer get the parameter itself, on its own device. So does
+``Function.apply``, which no mode sees; its graph is refused. So are compiled and scripted layers.
+A hook that a layer registers on the parameter in its forward goes to the copy, and sees its
+device's share alone.
 """
 
 from __future__ import annotations
@@ -36,7 +37,6 @@ from pipert.batch.tensors import describe, differentiable, version
 from pipert.layers.buffers import original_of
 from pipert.layers.compiling import is_compiled
 from pipert.layers.modules import modules_of
-from pipert.layers.nested_checkpoint import refuse_nested_checkpoint
 from pipert.workers.context import is_transformed
 
 Weights = tuple[nn.Parameter, ...]
@@ -180,11 +180,7 @@ class Substitute(TorchFunctionMode):
 
     def _swap(self, value: Any) -> Any:
         if isinstance(value, Tensor):
-            copy = self._copies.get(id(original_of(value)))
-            if copy is None:
-                return value
-            refuse_nested_checkpoint(_NESTED)
-            return copy
+            return self._copies.get(id(original_of(value)), value)
         if type(value) in (tuple, list):
             return type(value)(map(self._swap, value))
         if type(value) is dict:
@@ -236,8 +232,4 @@ _DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _TRANSFORMED = (
     "a transform of torch.func in a model's own code uses a parameter that lives on another device "
     "and cannot be given a copy in its place; use it before the transform as well"
-)
-_NESTED = (
-    "a layer used torch.utils.checkpoint around a parameter that lives on another device; its "
-    "recomputation would not get the copy"
 )

@@ -8,12 +8,17 @@ the task's number (``Place.number``); afterwards they have their old state
 
 * **that of its GPU**, always: one worker serves a device, so hardly anybody waits;
 * **the CPU's**, for which all partitions would wait, in *turns*: the first task of a kind in each
-  partition has it, and shows whether its state has moved. If it has, the later ones take turns; if
+  partition has it, and shows whether its state moves. If it does, the later ones take turns; if
   not, they do not ask. A first ``F[i,j]`` follows the one in the partition before it, so they wait
-  for nobody. What must hold: a layer that draws on the CPU does so in the first micro-batch.
+  for nobody. What must hold: a layer that draws on the CPU does so the first time it runs.
+* A model with its own ``forward`` may choose by what it has drawn which layers it calls next, and
+  in which partition. So once it has drawn, all partitions take turns; and what has not run shows
+  nothing: neither a partition without calls, nor a layer that is called for the first time later.
 
-``R[i,j]`` takes its turn if ``F[i,j]`` did, and starts with its seed; the loss and ``B[i,j]`` of a
-step have their own. In a call, ``B`` draws from the generators as they are, as without a pipe.
+``R[i,j]`` takes its turn if ``F[i,j]`` did, and starts with its seed; the loss has its own. If
+forwards have drawn on the CPU, ``B[i,j]`` of a step takes turns as well, with a seed of its own:
+``torch.utils.checkpoint`` restores the state there, and draws. What else a backward draws comes
+from the generators as they are, as without a pipe.
 
 The run's seed is a number drawn from the caller's generator. If nothing in the run has drawn when
 it is over, the generator gets its old state back: a model without randomness leaves it untouched, a
@@ -26,7 +31,6 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -55,8 +59,18 @@ _MASK = (1 << 64) - 1
 
 Kind = tuple[str, int]
 """A kind of task, and its partition."""
-Turns = dict[Kind, bool]
-"""Whether tasks draw on the CPU, of each kind whose first one is over."""
+
+
+class Turns:
+    """What is known of the tasks that draw on the CPU. Each access is one operation of a set."""
+
+    __slots__ = ("drawing", "seen")
+
+    def __init__(self) -> None:
+        self.drawing = set[Kind | str]()
+        """The kinds that have drawn; of any model, the phases."""
+        self.seen = set[Kind | nn.Module]()
+        """The kinds of tasks, and the layers of any model, that have run with the generator."""
 
 
 def current_task() -> TaskRng | None:
@@ -86,7 +100,7 @@ class RunSeed:
         self._states: tuple[Tensor, Tensor] | None = None  # before and after the seed was drawn
         self.used = False
         """Whether any task has drawn."""
-        self.turns: Turns = {}
+        self.turns = Turns()
         """May be shared with runs of the same layers that overlap."""
         self.tag = -1
         """The upper half of what its tasks seed the CPU's generator with."""
@@ -163,12 +177,12 @@ class TaskRng:
         number: the task's number, unique in its run.
         device: where its partition is.
         kind: its kind, the first task of which shows whether the others draw on the CPU.
-        is_backward: whether it goes backward.
+        is_backward: whether it goes backward, and has the CPU's generator alone.
     """
 
     __slots__ = (
-        "_held", "_initial_states", "_inner_runs", "_is_substream", "_kind", "_number",
-        "_released", "_states", "_substreams", "_was_over", "device", "is_backward", "outer", "run",
+        "_held", "_initial_states", "_inner_runs", "_kind", "_number", "_released", "_states",
+        "_was_over", "called", "device", "is_backward", "outer", "run",
     )  # fmt: skip
 
     def __init__(
@@ -187,8 +201,9 @@ class TaskRng:
         self._released: list[tuple[TaskRng, torch.device]] = []  # those of outer tasks meanwhile
         self._initial_states: dict[torch.device, Tensor] = {}  # the state that each began with
         self._states: dict[torch.device, Tensor] = {}  # the one it is to begin or go on with
-        self._substreams = self._inner_runs = 0
-        self._is_substream = False
+        self._inner_runs = 0
+        self.called: set[nn.Module] | None = None
+        """The layers of any model that it has called. Without one it shows nothing."""
 
     @property
     def is_given_up(self) -> bool:
@@ -201,10 +216,10 @@ class TaskRng:
 
     def __enter__(self) -> None:
         """Make this the current task, which has the default generators that it needs to itself."""
-        turns = self.run.turns
-        # What draws on the CPU in a forward may put back its state in a backward, of any partition.
-        in_turns = turns.get(self._kind, True) or self.is_backward and any(turns.values())
-        devices = [*self._states] or [CPU, self.device]
+        turns, kind = self.run.turns, self._kind
+        drawing = kind in turns.drawing or kind[0] in turns.drawing
+        in_turns = drawing or kind not in turns.seen or self.is_backward
+        devices = [*self._states] or [CPU] if self.is_backward else [CPU, self.device]
         try:
             if self.outer is not None:  # for no generator is waited out of order
                 _release(self.outer, self._released)
@@ -265,9 +280,9 @@ class TaskRng:
         if has_drawn:
             self.run.used = True  # in one operation, as other workers do
         if device == CPU and has_drawn:
-            self.run.turns[self._kind] = True
-        elif device == CPU and is_done and not self._is_substream:
-            self.run.turns.setdefault(self._kind, False)
+            self.run.turns.drawing.add(self._kind if self.called is None else self._kind[0])
+        if device == CPU and is_done and self.called != set():
+            self.run.turns.seen.update((self._kind, *(self.called or ())))
 
     def replay_from_here(self) -> Callable[[], AbstractContextManager[None]]:
         """Return what makes a block in which the numbers are drawn again that are drawn next."""
@@ -275,13 +290,14 @@ class TaskRng:
         about = self.run, self._number, self.device, self._kind
         return partial(_replaying, states, self._inner_runs, about)
 
-    def substream(self) -> TaskRng:
-        """Return random numbers for a part of the task that its recomputation will not have."""
-        self._substreams += 1
-        number = ~(self._number + (self._substreams << 48))
-        substream = TaskRng(self.run, number, self.device, self._kind)
-        substream._is_substream = True
-        return substream
+    def note_call(self, layer: nn.Module) -> None:
+        """Note the call of a layer of any model; take a turn if none has called it before."""
+        assert self.called is not None
+        self.called.add(layer)
+        if CPU not in self._held and layer not in self.run.turns.seen:
+            with paused():  # no generator is waited for out of order
+                self._held.insert(0, CPU)
+                self._enter(CPU)
 
     def seed_of_inner_run(self) -> int:
         """Return the seed of a run of a pipe that the task calls without the CPU's generator."""
@@ -335,22 +351,6 @@ def next_seed() -> int:
     seed.settle()
     assert seed.number is not None
     return seed.number
-
-
-def initialise_apart(module: nn.Module) -> None:
-    """Let a lazy module, at its first call, draw its parameters beside the task's other numbers.
-
-    ``R[i,j]`` draws the numbers of ``F[i,j]`` again, but finds the parameters initialised: a
-    dropout behind them would get the numbers that they got.
-    """
-    module.__dict__.setdefault("initialize_parameters", partial(_initialise, module))
-
-
-def _initialise(module: Any, *args: Any, **kwargs: Any) -> None:
-    del module.__dict__["initialize_parameters"]  # the class has it, too, until it is initialised
-    rng = current_task()
-    with contextlib.nullcontext() if rng is None else rng.substream():
-        module.initialize_parameters(*args, **kwargs)
 
 
 def _mix(number: int) -> int:

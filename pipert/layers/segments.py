@@ -10,8 +10,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from itertools import takewhile
-from typing import TypeVar
 
 from torch import Tensor
 
@@ -22,9 +20,12 @@ from pipert.batch.tensors import tensors_of, versions
 from pipert.layers.effects import Effect
 from pipert.layers.phase import checkpoint_here
 from pipert.workers.context import NOTHING
-from pipert.workers.thread_state import Autocast, autocast, get_autocast
-
-T = TypeVar("T")
+from pipert.workers.thread_state import (
+    NEW_THREAD_AUTOCAST,
+    Autocast,
+    autocast,
+    get_autocast,
+)
 
 Compute = Callable[[Value], Value]
 Drawing = Callable[[], AbstractContextManager[object]] | None
@@ -92,7 +93,8 @@ class Segments:
         segment = Segment(self, again, copies)
         before = checkpoint_here.set(True)
         try:
-            y = segment.record(first, value, self._made)
+            with _autocast(settings):
+                y = segment.record(first, value, self._made)
         finally:
             checkpoint_here.reset(before)
         effect.note(y)
@@ -105,7 +107,13 @@ class Segments:
 
     def recompute(self, on_worker: bool) -> None:
         """Recompute all segments: ``R[i,j]``."""
-        self._compute(self._recompute, on_worker)
+        # Hooks that are on around a backward are not meant for what it recomputes.
+        with NOTHING if on_worker else without_hooks():
+            try:
+                self._replay(self._recompute, on_worker)
+            finally:
+                for segment in self._alive():
+                    segment.outputs = ()
 
     def recompute_missing(self) -> None:
         """Recompute what the imminent backward needs."""
@@ -113,28 +121,6 @@ class Segments:
         found = [each.is_missing for each in self._alive()]
         if next(filter(lambda is_missing: is_missing is not None, found), False):
             self.recompute(False)
-
-    def one(self, segment: Segment, compute: Callable[[], T]) -> T:
-        """Recompute one segment by ``compute``, after the earlier ones whose outputs are used."""
-        found: list[T] = []
-
-        def compute_in_order() -> None:
-            for each in takewhile(lambda each: each is not segment, self._alive()):
-                if each.is_used:
-                    each.build()
-            found.append(compute())
-
-        self._compute(compute_in_order, False)
-        return found[0]
-
-    def _compute(self, compute: Callable[[], None], on_worker: bool) -> None:
-        # Hooks that are on around a backward are not meant for what it recomputes.
-        with NOTHING if on_worker else without_hooks():
-            try:
-                self._replay(compute, on_worker)
-            finally:
-                for segment in self._alive():
-                    segment.outputs = ()
 
     def _recompute(self) -> None:
         for segment in self._alive():
@@ -145,6 +131,9 @@ class Segments:
 
 
 def _autocast(settings: Autocast) -> AbstractContextManager[object]:
-    """Return a block with these settings; without a cache, as nobody clears it."""
-    is_same = get_autocast() == settings
-    return NOTHING if is_same else autocast((False, settings[1]), False)
+    """Return a block with these settings, and without the cache of casts, which threads share.
+
+    The graph of ``F`` would have casts of other micro-batches, and nobody clears it after ``R``.
+    """
+    is_off = get_autocast() == settings == NEW_THREAD_AUTOCAST
+    return NOTHING if is_off else autocast((False, settings[1]))

@@ -61,7 +61,8 @@ def order_of_calls(
             try:
                 model(*args, **kwargs)
             except TypeError as error:
-                explain_keywords(error, Arguments(args, kwargs))
+                if kwargs:
+                    explain_keywords(error)
                 raise
     return list(first_calls.found)
 

@@ -1,4 +1,4 @@
-"""Refuses modules that spread their own calls over devices or processes, inside a pipe.
+"""Refuses layers that spread their own calls over devices or processes, inside a pipe.
 
 Around a pipe, or a model in one, ``DistributedDataParallel`` is right: it communicates once. So is
 Opacus where a mini-batch is not split.
@@ -30,16 +30,25 @@ _REMEDIES = {
 
 
 def refuse_data_parallel(module: nn.Module) -> None:
-    """Refuse modules that are data-parallel themselves, at any depth.
+    """Refuse modules that are data- or tensor-parallel themselves, at any depth.
 
     Raises:
-        TypeError: ``module`` is, or has in it, one of ``_REMEDIES``.
+        TypeError: ``module`` is, or has in it, one of ``_REMEDIES``; or it has a DTensor.
     """
     for name, part in module.named_modules():
         for kind in type(part).__mro__:
             if remedy := _REMEDIES.get(kind.__name__):
                 what = f"layer {name!r}" if name else "the model"
                 raise TypeError(f"{what} is a {kind.__name__}, {remedy}")
+    for name, tensor in chain(module.named_parameters(), module.named_buffers()):
+        mesh = getattr(tensor, "device_mesh", None)
+        if mesh is not None and mesh.size() > 1:
+            raise TypeError(
+                f"{name!r} is a DTensor over {mesh.size()} processes, which must all communicate "
+                "in the same order; the concurrent workers of a pipe have none, even with "
+                "chunks=1. Give each process whole parameters, or use pipert.distributed, with "
+                "parallelize_module() in wrap="
+            )
 
 
 def refuse_gradients_of_rows(partitions: Iterable[nn.Module]) -> None:

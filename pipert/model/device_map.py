@@ -7,14 +7,12 @@ they would make copies of their own. Neither accelerate nor transformers is impo
 model has hooks, the module that removes them is imported already.
 
 While a model is in a pipe, its own ``hf_device_map`` says where its layers are, so that trainers
-treat it as the parallel model that it is. When the pipe is closed, accelerate gets the model back.
+treat it as the parallel model that it is.
 """
 
 from __future__ import annotations
 
-import logging
 import sys
-import warnings
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import Any
@@ -27,8 +25,6 @@ from pipert.layers.modules import modules_of
 from pipert.model.cuts import is_called
 
 _MAP = "hf_device_map"
-
-_log = logging.getLogger("pipert")
 
 
 def has_device_map(model: nn.Module) -> bool:
@@ -130,33 +126,3 @@ def note_device_map(model: nn.Module, device_of: Mapping[str, torch.device]) -> 
     if len(set(device_of.values())) > 1 or has_device_map(model):
         kinds = {name: d.index if d.type == "cuda" else str(d) for name, d in device_of.items()}
         setattr(model, _MAP, kinds)
-
-
-def hand_back(model: nn.Module) -> None:
-    """Let accelerate, if it is in use, bring arguments to the layers of a model on several devices.
-
-    A layer with weights on several devices, such as a tied one, prevents that: it would be copied.
-    """
-    # As objects: the name "cpu" would ask accelerate to offload, which drops the parameters.
-    given = {name: _parse(device) for name, device in vars(model).get(_MAP, {}).items()}
-    accelerate: Any = sys.modules.get("accelerate")
-    if len(set(given.values())) < 2 or accelerate is None:
-        return
-    modules = dict(model.named_modules())
-    for name in given:  # a layer may have moved to the partition that called it first
-        layer = modules.get(name, nn.Module())
-        used = {tensor.device for tensor in layer.parameters()}
-        used |= {buffer.device for buffer in layer.buffers() if buffer.is_cuda}
-        if len(used) > 1:
-            return
-        given[name] = next(iter(used), given[name])
-    own = [*model._parameters.values(), *model._buffers.values()]  # which stay: it would copy them
-    main = next((t.device for t in own if t is not None), next(iter(given.values())))
-    skipped = getattr(model, "_skip_keys_device_placement", None)  # arguments that stay, as caches
-    with warnings.catch_warnings():  # a parameter of no layer has an entry, as it must
-        warnings.filterwarnings("ignore", "The following device_map keys do not match")
-        try:
-            accelerate.dispatch_model(model, given, main, skip_keys=skipped)
-            note_device_map(model, given)
-        except ValueError as error:  # such as for a module that was put in later
-            _log.warning("accelerate does not take the model of a closed pipe back: %s", error)

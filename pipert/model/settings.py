@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from operator import index
 from typing import Any
 
@@ -77,4 +78,36 @@ def refuse_keywords_of(
                 f"{name}=... belongs to the call, but the first layer takes a keyword of that name,"
                 " too, and would not get it. Pass the layer's by position, or give it another name"
                 + (", or set pipe.timeout" if name == "timeout" else "")
+            )
+
+
+OF_STEPS = (
+    "loss_fn", "target", "microbatches", "step", "schedule", "reduction", "denominator",
+    "loss_scale", "return_outputs", "timeout", "chunks", "checkpoint",
+)  # fmt: skip
+"""Keywords of a step, and of the pipe, which would get lost among those of a model."""
+OF_CALLS = "timeout", "chunks", "checkpoint", "schedule"
+
+
+def refuse_misspelt(
+    layer: nn.Module | None, given: Mapping[str, object], own: Sequence[str]
+) -> None:
+    """Refuse a keyword that is close to one of the call's ``own``, unless the layer names it.
+
+    Raises:
+        TypeError: a keyword is. A layer that takes any keywords would ignore it.
+    """
+    close = {name: difflib.get_close_matches(name, own, 1, 0.8) for name in given}
+    names = [name for name, found in close.items() if found]
+    if not names or layer is None:
+        return
+    taken = inspect.signature(layer.forward).parameters
+    for name in names:
+        if name not in taken:
+            [meant] = close[name]
+            is_setting = name == meant
+            remedy = f"set pipe.{name}" if is_setting else f"perhaps {meant}=... is meant"
+            raise TypeError(
+                f"{name}=... is no argument that the model names; {remedy}. Keywords other than "
+                f"{', '.join(own)} go to the model"
             )

@@ -60,8 +60,7 @@ class Event:
     origin: int | None = None
     """For a copy, the partition it comes from; ``None`` for what comes from no partition, i.e. the
     arguments of the call and parameters that live on another device. Their gradients are copied
-    with ``origin == partition``, other gradients with ``origin > partition``. For a wait, the
-    partition it waits for, if that is another rank's."""
+    with ``origin == partition``, other gradients with ``origin > partition``."""
     bytes: int = 0
     """For a copy, its size."""
 

@@ -21,6 +21,7 @@ from pipert.batch.microbatch import (
     arguments_of,
     as_value,
     batch_of_step,
+    explain_keywords,
     ready,
     scatter_with_sizes,
 )
@@ -31,29 +32,35 @@ from pipert.layers.batchnorm import DeferredStats
 from pipert.layers.compiling import not_traced, refuse_compilation
 from pipert.layers.phase import is_recomputing
 from pipert.model.devices import refuse_other_devices
-from pipert.model.settings import check_timeout, refuse_keywords_of
+from pipert.model.settings import (
+    OF_CALLS,
+    OF_STEPS,
+    check_timeout,
+    refuse_keywords_of,
+    refuse_misspelt,
+)
 from pipert.observe.event import Observer
 from pipert.pipes.settings import Settings
 from pipert.schedules.plan import BOUNDED, Plan, Schedule, maker_of, plan, recomputed_in_each
 from pipert.stage.assembly import Model
 from pipert.stage.backward import unpartitioned_weights
 from pipert.stage.loss import (
+    NO_LOSS_FN,
     LossFunction,
     StepFunction,
     check_step,
     denominator_of,
     loss_of,
+    own_loss,
     scale_of,
 )
+from pipert.stage.loss_checks import LossChecks, StepCall
 from pipert.stage.step import Step
 from pipert.status import Statistics
 from pipert.timeline.timeline import Record, Timeline
 from pipert.workers.context import refuse_transforms
 
 _log = logging.getLogger("pipert")
-
-when_made: list[Callable[[PipeBase], None]] = []
-"""Functions to call with each new pipe; for programs that run others, such as ``traced_script``."""
 
 
 class PipeBase(Settings):
@@ -71,11 +78,10 @@ class PipeBase(Settings):
     def _start(self) -> None:
         self._runtime = Runtime(self._model(), self._devices, self._workers)
         self._left = SharedState(self._runtime.model.norm_parts)
+        self._checks = LossChecks()
         # The pool's method: a finalizer must not reference the object that it is for.
         self._stop = weakref.finalize(self, self._runtime.pool.stop)
         self._stop.atexit = False
-        for tell in when_made:
-            tell(self)
 
     @property
     def devices(self) -> list[torch.device]:
@@ -121,11 +127,16 @@ class PipeBase(Settings):
         """
         seconds = self._limit_of_call(timeout)
         refuse_keywords_of(self._runtime.model.entry, {"timeout": timeout}, len(args))
+        refuse_misspelt(self._runtime.model.entry, kwargs, OF_CALLS)
         if not self._partitions:
             if len(args) != 1 or kwargs:
                 raise TypeError("a pipe without layers takes one positional argument")
             return args[0]
-        return self._call(args, kwargs, self._chunks, seconds)
+        try:
+            return self._call(args, kwargs, self._chunks, seconds)
+        except TypeError as error:
+            explain_keywords(error, OF_CALLS)
+            raise
 
     def _call(
         self, args: Any, kwargs: dict[str, Any], chunks: int, seconds: float | None,
@@ -201,8 +212,12 @@ class PipeBase(Settings):
         Args:
             *args: as in :meth:`forward`.
             **kwargs: likewise.
-            loss_fn: required; called with the output and the target of each micro-batch, on the
-                last worker; returns a tensor of one element.
+            loss_fn: called with the output and the target of each micro-batch, on the last worker;
+                returns a tensor of one element. Default, if there is neither a target nor a
+                ``step``: the loss that the model has computed, ``output.loss``,
+                ``output["loss"]``, or a first element that is a number. If that is a sum divided by
+                ``num_items_in_batch``, as that of causal models of transformers, it is the loss of
+                the mini-batch; else its means are weighed by rows.
             target: any pytree; split like the arguments, and moved to the last device. With
                 ``microbatches``, an iterable with one target for each.
             microbatches: micro-batches that are ready, in place of arguments: an iterable with a
@@ -237,33 +252,51 @@ class PipeBase(Settings):
         seconds = self._limit_of_call(timeout, is_step=True)
         keywords = {"loss_fn": loss_fn, "target": target, "microbatches": microbatches}
         keywords |= {"step": step, "timeout": timeout}
-        entry, last = self._runtime.model.entry, self._devices[-1:]
+        entry = self._runtime.model.entry
         refuse_keywords_of(entry, keywords, len(args))
+        refuse_misspelt(entry, kwargs, OF_STEPS)
         if not self._partitions:
             raise ValueError("a pipe without layers has nothing to go backward through")
         own = self._runtime.model.function_of(step)
-        function = check_step(loss_fn, reduction, own, target)
-        inputs, targets, sizes = batch_of_step(
-            args, kwargs, target, self._chunks, microbatches, as_arguments=own is None
-        )
-        divided = denominator_of(denominator, last)
-        loss = loss_of(function, targets, sizes, reduction, divided, scale_of(loss_scale, last))
-        m, n = len(inputs), len(self._partitions)
-        if not self._has_stepped and microbatches is None:
-            self._advise(inputs)
-        schedule = self._schedule if schedule is None else schedule
-        chosen = self._checkpoint or ("never" if maker_of(schedule) in BOUNDED else "except_last")
-        checkpointed = recomputed_in_each(chosen, m, n)
-        planned = plan(schedule, m, n, self._runtime.workers, checkpointed)
-        beside = cache(partial(unpartitioned_weights, self._partitions, (entry, loss_fn)))
-        run_step = Step(loss, return_outputs, beside)
+        if loss_fn is None and target is None and step is None:
+            loss_fn = own_loss
+        call = StepCall(
+            args, kwargs, check_step(loss_fn, reduction, own, target), own, target, microbatches,
+            self._chunks, self._schedule if schedule is None else schedule, reduction, denominator,
+            loss_scale, return_outputs,
+        )  # fmt: skip
         try:
-            total = self._step(inputs, planned, run_step, seconds, own)
+            return self._take_step(call, seconds)
         except TypeError as error:
             if step is not None and microbatches is None and not (args or kwargs):
                 error.add_note("step got no micro-batch; give microbatches, or arguments to split")
+            explain_keywords(error, OF_STEPS if microbatches is None else ())
+            if loss_fn is own_loss and any(map(callable, args)):
+                error.add_note(NO_LOSS_FN)
             raise
-        return (total, run_step.output) if return_outputs else total
+
+    def _take_step(self, call: StepCall, seconds: float | None) -> Any:
+        """Run a step: split the mini-batch, plan, and run it forward and backward."""
+        batch = batch_of_step(
+            call.args, call.kwargs, call.target, call.chunks, call.microbatches,
+            as_arguments=call.own is None,
+        )  # fmt: skip
+        m, n, last = len(batch.inputs), len(self._partitions), self._devices[-1:]
+        loss = loss_of(
+            call.loss_fn, batch.targets, batch.sizes, call.reduction,
+            denominator_of(call.denominator, last), scale_of(call.loss_scale, last),
+        )  # fmt: skip
+        loss.watch = self._checks.of_step(call, batch)
+        if self._checks.steps == 1 and call.microbatches is None:
+            self._advise(batch.inputs)
+        chosen = "never" if maker_of(call.schedule) in BOUNDED else "except_last"
+        checkpointed = recomputed_in_each(self._checkpoint or chosen, m, n)
+        planned = plan(call.schedule, m, n, self._runtime.workers, checkpointed)
+        models = self._runtime.model.entry, call.loss_fn
+        beside = cache(partial(unpartitioned_weights, self._partitions, models))
+        step = Step(loss, call.return_outputs, beside)
+        total = self._step(batch.inputs, planned, step, seconds, call.own)
+        return (total, step.output) if call.return_outputs else total
 
     def _step(
         self, inputs: list[Value], plan: Plan, step: Step, seconds: float | None, function: Function
@@ -330,7 +363,8 @@ class PipeBase(Settings):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the threads: a copy starts its own."""
-        return {k: v for k, v in self.__dict__.items() if k not in ("_left", "_runtime", "_stop")}
+        own = "_checks", "_left", "_runtime", "_stop"
+        return {k: v for k, v in self.__dict__.items() if k not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]

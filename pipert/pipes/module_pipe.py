@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -12,16 +13,16 @@ from torch import Tensor, nn
 from pipert._torch import STATE_TABLES
 from pipert._typing import Device, Value
 from pipert.any_model.model import AnyModel
-from pipert.any_model.routed import Routed, pipe_of, route
+from pipert.any_model.routed import Routed
 from pipert.batch.joining import JoinNumbers
+from pipert.batch.microbatch import explain_keywords
 from pipert.layers.batchnorm import check_batch_norm
-from pipert.layers.compiling import refuse_compilation
 from pipert.model.calls import order_of_calls
 from pipert.model.cuts import check_cuts, homes, homes_outside_of_layers, layers_of
 from pipert.model.data_parallel import refuse_data_parallel
-from pipert.model.device_map import hand_back, note_device_map
+from pipert.model.device_map import note_device_map
 from pipert.model.devices import devices_and_workers
-from pipert.model.settings import check_timeout
+from pipert.model.settings import OF_CALLS, check_timeout, refuse_keywords_of, refuse_misspelt
 from pipert.model.split import (
     Partition,
     move,
@@ -32,7 +33,8 @@ from pipert.model.split import (
 from pipert.pipes.base import PipeBase
 from pipert.schedules.plan import Schedule, recomputed_in_each
 from pipert.skip.routes import declarations
-from pipert.workers.context import refuse_transforms
+from pipert.stage.loss import own_loss
+from pipert.stage.loss_checks import StepCall
 
 __all__ = ["ModulePipe"]
 
@@ -47,7 +49,7 @@ class ModulePipe(PipeBase):
     """The model, on its devices. Its parameters are the pipe's. Use it for whatever surrounds
     training, such as ``save_pretrained``."""
 
-    _routed: Sequence[Routed]
+    _routed: Routed
     _has_run = False
 
     def __init__(
@@ -112,23 +114,18 @@ class ModulePipe(PipeBase):
         return list(self._cuts)
 
     def _model(self) -> AnyModel:
-        model = AnyModel(self.module, self._partitions, self._cuts)
+        model = AnyModel(self.module, self._partitions, self._cuts, self._devices)
         self._release = weakref.finalize(self, model.to_end())
         self._release.atexit = False
         return model
 
     def _start(self) -> None:
         super()._start()
-        layers = [layer for partition in self._partitions for layer in partition]
-        self.__dict__["_routed"] = route(self.module, layers, self)
+        self.__dict__["_routed"] = Routed(self.module, self)
 
     def is_inside(self) -> bool:
         """Whether the current code runs inside of this pipe."""
         return self._runtime.is_inside()
-
-    def is_running(self) -> bool:
-        """Whether any call of the pipe is on its way."""
-        return bool(self._runtime.counters.live)
 
     def splits_or_recomputes(self, in_one: bool = False) -> bool:
         """Whether a call has several micro-batches, if not ``in_one``, or is recomputed."""
@@ -139,24 +136,49 @@ class ModulePipe(PipeBase):
             torch.is_grad_enabled() and self._checkpoint not in (None, "never")
         )
 
-    def call_part(
-        self, module: nn.Module, call: Callable[..., Value], args: Any, kwargs: dict[str, Any],
-        why_in_one: str, join_numbers: JoinNumbers,
+    def forward(self, *args: Any, timeout: float | None = None, **kwargs: Any) -> Value:
+        """Run a mini-batch as a call of the model does, but leave outputs on their devices.
+
+        Arguments, ``timeout`` and errors are as in :meth:`Pipe.forward`. A model that returns a
+        single number for each of several micro-batches is refused, unless these are losses that
+        add up.
+        """
+        refuse_keywords_of(self.module, {"timeout": timeout}, len(args))
+        refuse_misspelt(self.module, kwargs, OF_CALLS)
+        try:
+            return self._routed.run_in(self, self.module, args, kwargs, timeout)
+        except TypeError as error:
+            explain_keywords(error, OF_CALLS)
+            raise
+
+    def _take_step(self, call: StepCall, seconds: float | None) -> Any:
+        take = partial(super()._take_step, seconds=seconds)
+        if call.microbatches is not None or call.chunks == 1:
+            return take(call)
+        args, kwargs = self._routed.with_whole(call.args, call.kwargs)
+        call = call._replace(args=args, kwargs=kwargs)
+        is_own = call.loss_fn is own_loss and call.denominator is None
+        if not is_own or call.reduction != "mean":
+            return take(call)
+        return self._routed.losses.take_step(
+            self.module, self._routed.named(call.args, call.kwargs), call, take
+        )
+
+    def call_model(
+        self, call: Callable[..., Value], args: Any, kwargs: dict[str, Any],
+        why_in_one: str, join_numbers: JoinNumbers, seconds: float | None = None,
     ) -> Value:  # fmt: skip
-        """Call the model, or a part of it around layers, in one micro-batch if there is a reason.
+        """Call the model, in one micro-batch if there is a reason.
 
         ``call`` calls it, for each micro-batch; ``join_numbers`` joins 0-dimensional outputs.
         """
-        refuse_compilation()
-        refuse_transforms()
+        seconds = self._limit_of_call(seconds)
         chunks = 1 if why_in_one else self._chunks
         if chunks < self._chunks:
             for recording in self._runtime.counters.recordings:
                 text = f"one micro-batch of {self._chunks} asked for, because {why_in_one}"
                 recording.in_one[text] = None
-        if module is not self.module:
-            return super()._call(args, kwargs, chunks, self._timeout, call, join_numbers)
-        return self._call(args, kwargs, chunks, self._timeout, call, join_numbers)
+        return self._call(args, kwargs, chunks, seconds, call, join_numbers)
 
     def _call(self, *args: Any) -> Value:
         y = super()._call(*args)
@@ -178,21 +200,16 @@ class ModulePipe(PipeBase):
 
     def close(self, timeout: float | None = None) -> None:
         seconds = self._timeout if timeout is None else check_timeout(timeout)
-        model, is_first = self._runtime.model, self._release.alive
+        model = self._runtime.model
         assert isinstance(model, AnyModel)
         try:
-            try:
-                super().close(seconds)
-            finally:
-                model.threads.stop()
-                for routed in self._routed:
-                    routed.remove()
-                self._release()  # a finalizer: runs only once, even if it was interrupted
-            if not self._runtime.is_inside():  # else other threads may be waiting for this layer
-                model.threads.join(seconds)
+            super().close(seconds)
         finally:
-            if is_first and pipe_of(self.module) is None:
-                hand_back(self.module)
+            model.threads.stop()
+            self._routed.remove()
+            self._release()  # a finalizer: runs only once, even if it was interrupted
+        if not self._runtime.is_inside():  # else other threads may be waiting for this layer
+            model.threads.join(seconds)
 
     close.__doc__ = PipeBase.close.__doc__
 

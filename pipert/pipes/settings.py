@@ -22,7 +22,6 @@ class Settings(nn.Module):
     """The settings of a pipe; the arguments are ``Pipe``'s, for ``n`` partitions."""
 
     _partitions: tuple[nn.Sequential, ...]
-    _has_stepped = False
 
     def __init__(
         self,
@@ -97,4 +96,3 @@ class Settings(nn.Module):
                 "chunks=1: of %d partitions one computes at a time, since a mini-batch is not "
                 "split; set pipe.chunks, such as to %d", n, 4 * n,
             )  # fmt: skip
-        self._has_stepped = True

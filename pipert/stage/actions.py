@@ -17,6 +17,7 @@ the graph, and ``B`` autograd's own walk along it.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 
 from torch import Tensor
@@ -27,6 +28,7 @@ from pipert.autograd.hooks import hiding_partial_gradients
 from pipert.autograd.weight_gradients import compute_deferred
 from pipert.batch.tensors import differentiable
 from pipert.layers.call import Compute
+from pipert.layers.random_numbers import TaskRng
 from pipert.layers.segments import Segments
 from pipert.observe.backward import makers, watch_nodes
 from pipert.schedules.action import BACKWARD, FORWARD, RECOMPUTE, WEIGHT, Action
@@ -76,7 +78,8 @@ def backward(stage: Stage, i: int, _: Value) -> Value:
         ys, dys = begin(cut, i, graph)
         action, is_recorded = Action(BACKWARD, i, j), notifier.recorder is not None
         with notifier.recorded(action, stage.place.device) if is_recorded else NOTHING:
-            stage.layers.backward(i, differentiate_partition, stage, cut, i, graph, ys, dys)
+            with _turn_of_backward(stage, action):
+                differentiate_partition(stage, cut, i, graph, ys, dys)
     return ()
 
 
@@ -88,9 +91,18 @@ def weight_gradients(stage: Stage, i: int, _: Value) -> None:
     leaves = [leaf for use in later for leaf in use.leaves]
     action, is_recorded = Action(WEIGHT, i, stage.place.j), notifier.recorder is not None
     with notifier.recorded(action, stage.place.device) if is_recorded else NOTHING:
-        task = hiding_partial_gradients, leaves, compute_deferred, later
-        found = stage.layers.backward(i, *task, kind=WEIGHT)  # hooks may draw
+        with _turn_of_backward(stage, action):
+            found = hiding_partial_gradients(leaves, compute_deferred, later)
         cut.gradients.add(*found)
+
+
+def _turn_of_backward(stage: Stage, action: Action) -> AbstractContextManager[object]:
+    """Return the block in which a backward has the CPU's generator, if forwards drew from it."""
+    seed, place = stage.run.seed, stage.place
+    if not seed.turns.drawing:
+        return NOTHING
+    number, kind = place.number_of_backward(action.i), (action.kind, place.j)
+    return TaskRng(seed, number, place.device, kind, is_backward=True)
 
 
 def _watched(stage: Stage, compute: Compute, x: Value) -> Value:

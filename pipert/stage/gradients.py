@@ -40,9 +40,7 @@ class _Sum:
 
     def add(self, gradient: Tensor) -> None:
         """Add ``gradient`` out of place, since others may hold the total."""
-        strided = self.total.layout == gradient.layout == torch.strided
-        kinds = {*map(type, (self.weight, self.total, gradient))}
-        if strided and kinds <= _PLAIN:  # quantised weights have no ``empty_like``
+        if self.is_plain(gradient) and type(self.weight) in _PLAIN:  # others have no ``empty_like``
             # In the memory format of the weight, which may live on another device.
             like = {"dtype": self.total.dtype, "device": gradient.device}
             result = torch.empty_like(self.weight, **like)  # type: ignore[arg-type]
@@ -52,6 +50,11 @@ class _Sum:
         else:
             self.total = self.total + gradient
         self.is_own = True
+
+    def is_plain(self, gradient: Tensor) -> bool:
+        """Whether the total and ``gradient`` are dense, and of no other class."""
+        strided = self.total.layout == gradient.layout == torch.strided
+        return strided and type(self.total) in _PLAIN and type(gradient) in _PLAIN
 
 
 class Gradients:
@@ -81,12 +84,12 @@ class Gradients:
             entry = self._sums.get(id(weight))
             if entry is None:
                 self._sums[id(weight)] = _Sum(weight, gradient)
-            elif entry.is_own and entry.total.layout == gradient.layout == torch.strided:
+            elif entry.is_own and entry.is_plain(gradient):
                 totals.append(entry.total)
                 added.append(gradient)
             else:
                 entry.add(gradient)  # one by one: a single call would hold all sums twice
-        if totals:
+        if totals:  # of one class, as torch adds no DTensor beside others
             add_in_place(totals, added)  # for small tensors a call each would dominate
 
     def take(self) -> Arriving:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from numbers import Real
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -52,11 +51,7 @@ def check_step(
             raise TypeError(f"step must be a function of a micro-batch, got {step!r}")
         return _returned
     if loss_fn is None:
-        raise TypeError(
-            "loss_fn must be given, and by keyword, like the target: "
-            "pipe.forward_backward(x, target=y, loss_fn=loss_fn); all that is given by position "
-            "goes to the first layer"
-        )
+        raise TypeError(NO_LOSS_FN)
     if not callable(loss_fn):
         raise TypeError(f"loss_fn must be a function of output and target, got {loss_fn!r}")
     if isinstance(loss_fn, type) and issubclass(loss_fn, nn.Module):
@@ -69,8 +64,45 @@ def check_step(
     return checked
 
 
+NO_LOSS_FN = (
+    "loss_fn must be given, and by keyword, like the target: "
+    "pipe.forward_backward(x, target=y, loss_fn=loss_fn); all that is given by position "
+    "goes to the first layer"
+)
+
+
 def _returned(loss: Any, _: Value) -> Any:
     """Return the loss that a step's own function has computed."""
+    return loss
+
+
+def loss_in(output: Value) -> Tensor | None:
+    """Return the loss that a model has put into its output, if it has.
+
+    That is its ``loss``, an attribute or an item; or a 0-dimensional tensor: its first element, or
+    the output itself.
+    """
+    found = getattr(output, "loss", None)
+    if found is None and isinstance(output, Mapping):
+        found = output.get("loss")
+    if isinstance(found, Tensor) and found.numel() == 1:
+        return found
+    found = output[0] if isinstance(output, tuple | list) and output else output
+    return found if isinstance(found, Tensor) and found.dim() == 0 else None
+
+
+def own_loss(output: Value, _: Value) -> Tensor:
+    """Return the loss that the model itself has computed: the ``loss_fn`` of a step without one.
+
+    Raises:
+        TypeError: it has computed none.
+    """
+    loss = loss_in(output)
+    if loss is None:
+        raise TypeError(
+            f"{NO_LOSS_FN}. Without it the step takes the model's own loss, but it returned "
+            f"{describe(output)}, without one; does the call lack labels?"
+        )
     return loss
 
 
@@ -86,14 +118,6 @@ def loss_of(
     weights = sizes or [1] * len(targets)
     total = sum(weights)
     adds_up = reduction == "sum" or denominator is not None or not total
-    keywords = function.keywords if isinstance(function, partial) else {}
-    said = keywords.get("reduction") or getattr(function, "reduction", None)
-    if len(targets) > 1 and not adds_up and said == "sum":
-        warnings.warn(
-            f"loss_fn has reduction='sum', and the loss is the mean of the sums of {len(targets)} "
-            "micro-batches; give forward_backward reduction='sum', or a denominator",
-            stacklevel=3,
-        )
     shares = [1.0 if adds_up else weight / total for weight in weights]
     return Loss(function, targets, shares, scale, denominator, sizes)
 
@@ -153,6 +177,18 @@ def scale_of(
     raise TypeError(f"loss_scale must be a number or a GradScaler, got {describe(scale)}{where}")
 
 
+class LossWatch(Protocol):
+    """Looks at the loss of a step's last micro-batch, see ``loss_checks``."""
+
+    def look(
+        self, function: LossFunction, loss: Tensor, output: Value, target: Value
+    ) -> None:
+        """Look at the loss, on the worker, without gradients."""
+
+    def check(self) -> None:
+        """Warn of what was seen, in the caller."""
+
+
 @dataclass(eq=False)
 class Loss:
     """The loss of a mini-batch: how each micro-batch's is computed, and how much it counts."""
@@ -170,12 +206,15 @@ class Loss:
     """The number of rows of each micro-batch; empty if they came ready."""
     is_differentiable: bool = False
     """Whether the loss of any micro-batch requires grad."""
+    watch: LossWatch | None = None
+    """Looks at the last micro-batch's loss, in steps that are checked."""
 
     draws: bool = field(init=False)
     """Whether the function draws random numbers, or might."""
 
     def __post_init__(self) -> None:
-        self.draws = not (self.is_returned or _is_functional(self._function))
+        is_own = self._function in (_returned, own_loss)
+        self.draws = not (is_own or _is_functional(self._function))
 
     @property
     def is_returned(self) -> bool:
@@ -197,15 +236,21 @@ class Loss:
         """
         try:
             if not self.draws:
-                return self._checked(self._function(output, target))
+                return self._watched(i, output, target)
             kind = f"loss {id(self._function)}", place.j  # callers at once may have others
             with TaskRng(seed, place.number_of_loss(i), place.device, kind):
-                loss = self._function(output, target)
-            return self._checked(loss)
+                return self._watched(i, output, target)
         except BaseException as error:
             if not self.is_returned:
                 add_note(error, partial(_note, i, place, output, target))
             raise
+
+    def _watched(self, i: int, output: Value, target: Value) -> Tensor:
+        loss = self._checked(self._function(output, target))
+        if i == len(self.targets) - 1 and self.watch is not None:
+            with torch.no_grad():
+                self.watch.look(self._function, loss.detach(), output, target)
+        return loss
 
     def _checked(self, loss: Any) -> Tensor:
         if not isinstance(loss, Tensor) or loss.numel() != 1:

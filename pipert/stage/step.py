@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -52,12 +51,11 @@ class Step:
         Raises:
             ValueError: the outputs cannot be put together.
             RuntimeError: the loss does not require grad.
-            RuntimeWarning: the losses of some micro-batches are not finite, and warnings are
-                errors.
         """
         if not self.loss.is_differentiable:
             raise without_grad()
-        self._warn_of_some()
+        if self.loss.watch is not None:
+            self.loss.watch.check()
         if self.keep_outputs:
             outputs = [self.outputs.pop(i) for i in sorted(self.outputs)]
             self.output = gather(outputs, self.loss.sizes) if self.loss.sizes else outputs
@@ -89,26 +87,6 @@ class Step:
 
     def _losses(self) -> Tensor:
         return torch.stack([self.losses[i].reshape(()) for i in sorted(self.losses)])
-
-    def _warn_of_some(self) -> None:
-        """Warn if only some losses are finite. Not on a GPU, which one would have to wait for."""
-        if any([loss.is_cuda for loss in self.losses.values()]):
-            return
-        losses = self._losses()
-        if bool(losses.sum().isfinite()):
-            return
-        finite = losses.isfinite()
-        if bool(finite.any()) and not bool(finite.all()):  # else they overflow in their sum
-            found = [i for i in range(len(losses)) if not finite[i]]
-            named = ", ".join(f"{losses[i]} for micro-batch {i}" for i in found)
-            warnings.warn(
-                f"the loss is {named}, and finite for the other {len(losses) - len(found)}. A mean "
-                "of nothing is nan, as of a micro-batch with only ignored targets: let loss_fn "
-                "return a sum, and give forward_backward the denominator, such as "
-                "(target != -100).sum()",
-                RuntimeWarning,
-                stacklevel=5,
-            )
 
 
 def _in_turn(for_inputs: Arriving, for_weights: Arriving) -> tuple[Arriving, Arriving]:

@@ -88,8 +88,6 @@ class Report:
     outside: float
     """The part of ``seconds`` when the pipe was not at work."""
     devices: tuple[DeviceTimes, ...]
-    waits: tuple[tuple[str, str, float], ...]
-    """Waits between ranks: who waited for whom, and for how many seconds, longest first."""
     bubble: float
     """The share of the devices' time in which they did not compute, from 0 to 1."""
     forward_bubble: float | None
@@ -108,7 +106,6 @@ class Report:
 
     def __str__(self) -> str:
         lines = [*wrap(_headline(self), _COLUMNS), "", *_table(self), "", _bubble_line(self)]
-        lines += wrap(_waits_line(self), _COLUMNS)
         for advice in self.advice:
             lines += wrap(f"* {advice.text}", _COLUMNS, subsequent_indent="  ")
         return "\n".join(lines)
@@ -153,7 +150,6 @@ def make_report(
         seconds=seconds,
         outside=max(0.0, seconds - length(work)),
         devices=tuple(_device(*lane, work) for lane in zip(lanes, lane_events, strict=True)),
-        waits=_waits(events, lanes, workers, work),
         bubble=_bubble(busy, work),
         forward_bubble=None if stepped else _bubble(busy, union(forward)),
         backward_bubble=None if stepped or not backward else _bubble(busy, union(backward)),
@@ -221,19 +217,6 @@ def _device(name: str, events: Sequence[Event], work: list[Interval]) -> DeviceT
         copying=length(copying),
         hidden=length(overlap(copying, busy)),
     )
-
-
-def _waits(
-    events: Sequence[Event], lanes: Sequence[str], workers: Sequence[int], work: list[Interval]
-) -> tuple[tuple[str, str, float], ...]:
-    """Returns how long each lane waited for each other one, where the awaited lane is known."""
-    times: dict[tuple[str, str], list[Interval]] = {}
-    for event in events:
-        if event.kind == WAIT and event.origin is not None:
-            waiting, awaited = lanes[workers[event.partition]], lanes[workers[event.origin]]
-            times.setdefault((waiting, awaited), []).append((event.start, event.end))
-    found = [(*pair, length(overlap(union(waits), work))) for pair, waits in times.items()]
-    return tuple(sorted(found, key=lambda wait: -wait[2]))
 
 
 def _bubble(busy: Sequence[list[Interval]], work: list[Interval]) -> float:
@@ -348,13 +331,6 @@ def _bubble_line(report: Report) -> str:
         f"Bubble: {100 * report.bubble:.0f}% of the devices' time{by_phase}; "
         f"equal partitions would leave {100 * report.ideal_bubble:.0f}%."
     )
-
-
-def _waits_line(report: Report) -> str:
-    work = report.seconds - report.outside
-    shares = [(waiting, awaited, _percent(time, work)) for waiting, awaited, time in report.waits]
-    parts = [f"{waiting} for {awaited} {share}%" for waiting, awaited, share in shares if share]
-    return f"Waits: {', '.join(parts)} of the time." if parts else ""
 
 
 def _percent(part: float, whole: float) -> int:

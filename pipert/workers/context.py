@@ -160,7 +160,7 @@ class CallerContext:
                 if self._is_plain and has_default_settings():
                     yield
                 else:
-                    with self._all(clear_cache=True):
+                    with self._all():
                         yield
         finally:
             torch.set_grad_enabled(grad)
@@ -169,13 +169,13 @@ class CallerContext:
                 set_own_threads(count)
 
     @contextlib.contextmanager
-    def _all(self, clear_cache: bool) -> Iterator[None]:
+    def _all(self) -> Iterator[None]:
         hooks = self.saved_tensor_hooks
         with contextlib.ExitStack() as stack:
             if self._inference != torch.is_inference_mode_enabled():
                 stack.enter_context(torch.inference_mode(self._inference))
                 torch.set_grad_enabled(self._grad)
-            stack.enter_context(autocast(self._autocast, clear_cache))
+            stack.enter_context(autocast(self._autocast))
             if hooks is not None and hooks != hooks_of_caller():
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*hooks))
             stack.enter_context(modes(self._functions, self._dispatches))
@@ -183,7 +183,7 @@ class CallerContext:
 
     @contextlib.contextmanager
     def _all_on_worker(self) -> Iterator[None]:
-        with current_streams(self.streams), self._all(clear_cache=False):
+        with current_streams(self.streams), self._all():
             yield
 
     @contextlib.contextmanager

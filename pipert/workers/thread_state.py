@@ -96,25 +96,21 @@ def _set_autocast(autocast: Autocast) -> None:
 
 
 @contextlib.contextmanager
-def autocast(settings: Autocast, clear_cache: bool) -> Iterator[None]:
+def autocast(settings: Autocast) -> Iterator[None]:
     """Set what ``torch.autocast`` sets.
 
     The cache of cast weights is process-wide. The outermost autocast block clears it at its end, so
-    that no weight is used as it was before an optimizer's step: the caller's block does so after
-    ``F``. A recomputation may run outside any block, and clears the cache itself.
+    that no weight is used as it was before an optimizer's step: the caller's block does so.
     """
     before = get_autocast()
     if before == settings:
         yield
         return
-    outermost = not any(enabled for enabled, _ in before[1])
     _set_autocast(settings)
     try:
         yield
     finally:
         _set_autocast(before)
-        if outermost and clear_cache:
-            torch.clear_autocast_cache()
 
 
 def has_default_settings() -> bool:

@@ -48,19 +48,33 @@ MORE: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("more", MORE)
-def test_a_call_with_labels_is_split_and_has_the_plain_loss(more: dict[str, Any]) -> None:
+@pytest.mark.parametrize("how", ["model", "pipe"])
+def test_a_call_with_labels_is_split_and_has_the_plain_loss(
+    how: str, more: dict[str, Any]
+) -> None:
     plain, model = llama(), llama()
     batch = {"input_ids": IDS, "labels": LABELS, **more}
     expected = plain(**batch).loss
     expected.backward()
     seen = count_rows(model)
-    with in_pipe(model, checkpoint="never"):
-        found = model(**batch).loss
+    with in_pipe(model, checkpoint="never") as pipe:
+        found = (model if how == "model" else pipe)(**batch).loss
         found.backward()
     assert seen == [2, 1, 1]
     torch.testing.assert_close(found, expected)
     for weight, other in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(weight.grad, other.grad)
+
+
+def test_a_call_of_the_pipe_has_a_default_cache_and_whole_arguments_as_one_of_the_model() -> None:
+    model = llama(use_cache=True)
+    with in_pipe(model) as pipe, torch.no_grad():
+        found, expected = pipe(input_ids=IDS), model(input_ids=IDS)
+        assert found.past_key_values.get_seq_length() == IDS.size(1)
+        torch.testing.assert_close(found.logits, expected.logits)
+        positions = torch.arange(IDS.size(1))[None]
+        found = pipe(IDS, position_ids=positions, use_cache=False)
+        torch.testing.assert_close(found.logits, expected.logits)
 
 
 def test_an_unknown_loss_is_one_micro_batch_and_said_once() -> None:
@@ -212,11 +226,50 @@ class Attention(nn.Module):
         return self.second(y)  # type: ignore[no-any-return]
 
 
-def test_a_causal_mask_is_whole_and_one_of_words_is_split() -> None:
+MASKS = ["mask", "src_mask", "tgt_mask", "attn_mask", "memory_mask"]
+
+
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("how", ["model", "pipe", "step"])
+def test_a_mask_that_may_have_a_row_for_each_row_or_each_time_is_refused(
+    name: str, how: str
+) -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = Attention()
+
+        def forward(self, x: Tensor, **masks: Tensor) -> Any:
+            return self.attention(x, masks[name])
+
     torch.manual_seed(0)
-    model, x = Attention(), torch.randn(6, 6, 4)
+    model = Masked()
+    calls: dict[str, Callable[..., Any]] = {
+        "model": model,
+        "pipe": lambda *args, **kwargs: pipe(*args, **kwargs),
+        "step": lambda *args, **kwargs: pipe.forward_backward(
+            *args, **kwargs, loss_fn=lambda y, _: y.square().mean()
+        ),
+    }
     causal = torch.full((6, 6), -torch.inf).triu(1)
-    for mask in (causal, torch.rand(6, 6) < 0.5):
-        expected = copy.deepcopy(model)(x, mask)
-        with pipert.pipeline(model, ["second"], devices=["cpu"] * 2, chunks=3):
-            torch.testing.assert_close(model(x, mask), expected)
+    for rows in (6, 4):
+        x = torch.randn(rows, 6, 4)
+        expected = copy.deepcopy(model)(x, **{name: causal})
+        expected = expected.square().mean() if how == "step" else expected
+        cuts = ["attention.second"]
+        with pipert.pipeline(model, cuts, devices=["cpu"] * 2, chunks=3) as pipe:
+            torch.testing.assert_close(calls[how](x, **{name: pipert.Replicate(causal)}), expected)
+            if rows == 6:
+                for mask in (causal, torch.ones(6, 6), torch.rand(6, 6) < 0.5):
+                    with pytest.raises(ValueError, match=rf"{name} is .*Replicate"):
+                        calls[how](x, **{name: mask})
+            else:
+                torch.testing.assert_close(calls[how](x, **{name: causal}), expected)
+
+
+def test_a_mask_of_words_is_split() -> None:
+    torch.manual_seed(0)
+    model, x, mask = Attention(), torch.randn(6, 5, 4), torch.rand(6, 5) < 0.5
+    expected = copy.deepcopy(model)(x, mask)
+    with pipert.pipeline(model, ["second"], devices=["cpu"] * 2, chunks=3):
+        torch.testing.assert_close(model(x, mask), expected)

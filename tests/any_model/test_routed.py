@@ -81,14 +81,13 @@ def test_forward_called_directly_goes_through_the_pipe() -> None:
         assert runs(pipe) == 1
 
 
-def test_a_container_of_layers_of_two_partitions_is_called_by_itself() -> None:
+def test_parts_that_are_called_by_themselves_run_plainly() -> None:
     model, x = a_model(), rows()
-    expected = copy.deepcopy(model).encoder(x)
+    plain = copy.deepcopy(model)
     with a_pipe(model) as pipe:
         for call in (model.encoder, model.encoder.forward):
-            torch.testing.assert_close(call(x), expected, rtol=1e-12, atol=0)
-            assert runs(pipe) == 1
-        assert torch.equal(model.head(x), copy.deepcopy(model.head)(x)) and runs(pipe) == 0
+            assert torch.equal(call(x), plain.encoder(x))
+        assert torch.equal(model.head(x), plain.head(x)) and runs(pipe) == 0
 
 
 def test_the_same_arguments_are_found_by_inspection() -> None:
@@ -107,6 +106,56 @@ def test_a_compiled_model_goes_through_the_pipe() -> None:
         for _ in range(2):
             torch.testing.assert_close(compiled(x), expected, rtol=1e-12, atol=0)
             assert runs(pipe) == 1
+
+
+class Residual(Model):
+    """Adds a tensor of the first partition in the last, in its own code."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        before: Tensor = self.encoder.blocks[0](x)
+        return before.sum(1, True) + super().forward(x)
+
+
+WAYS: dict[str, Callable[[Any, Any, Tensor], Tensor]] = {
+    "call": lambda model, _, x: model(x),
+    "pipe": lambda _, pipe, x: pipe(x),
+    "step": lambda _, pipe, x: pipe.forward_backward(
+        x, loss_fn=lambda y, _: y.square().sum(), reduction="sum"
+    ),
+    "step that calls it": lambda model, pipe, x: pipe.forward_backward(
+        microbatches=x.chunk(2), step=lambda x: model(x).square().sum(), reduction="sum"
+    ),
+}
+
+
+@pytest.mark.usefixtures("forget_compiled")
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_model_that_is_compiled_later_gives_the_plain_gradients(way: str, in_place: bool) -> None:
+    torch.manual_seed(1)
+    model, x = Residual(), rows()
+    plain = copy.deepcopy(model)
+    plain(x).square().sum().backward()
+    with a_pipe(model) as pipe:
+        called: Any = model if in_place else torch.compile(model, backend="eager")
+        if in_place:
+            model.compile(backend="eager")
+        y = WAYS[way](called, pipe, x)
+        if y.requires_grad:
+            y.square().sum().backward()  # type: ignore[no-untyped-call]
+        assert runs(pipe) == 1 and pipe_of(model) is pipe
+    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad, rtol=1e-12, atol=0)
+    left = [value for module in model.modules() for value in vars(module).values()]
+    assert not [value for value in left if type(value).__module__.startswith("pipert.")]
+
+
+def test_a_module_around_a_cut_that_is_compiled_later_is_refused() -> None:
+    model = a_model()
+    with a_pipe(model) as pipe:
+        model.encoder.compile(backend="eager")
+        with pytest.raises(RuntimeError, match=r"\['Encoder'\] were replaced or compiled after"):
+            pipe(rows())
 
 
 def test_hooks_of_the_model_are_called_for_each_micro_batch() -> None:
@@ -212,7 +261,7 @@ def test_closing_restores_everything() -> None:
 
 
 @pytest.mark.parametrize("first_closed", [0, 1])
-def test_of_the_pipes_of_a_model_and_one_around_it_one_gets_the_calls(first_closed: int) -> None:
+def test_of_the_pipes_of_a_model_and_one_around_it_each_gets_its_calls(first_closed: int) -> None:
     model, x = a_model(), rows()
     whole = nn.Sequential(model)
     expected = copy.deepcopy(model)(x)
@@ -220,12 +269,12 @@ def test_of_the_pipes_of_a_model_and_one_around_it_one_gets_the_calls(first_clos
     for pipe in pipes:
         torch.testing.assert_close(pipe(x), expected, rtol=1e-12, atol=0)
     assert list(map(runs, pipes)) == [1, 1]
-    assert pipe_of(model) is pipes[1]
+    assert [pipe_of(model), pipe_of(whole)] == pipes
     for pipe in (pipes[first_closed], pipes[1 - first_closed]):
-        torch.testing.assert_close(model(x), expected, rtol=1e-12, atol=0)
+        for call in (model, whole):
+            torch.testing.assert_close(call(x), expected, rtol=1e-12, atol=0)
         pipe.close()
-        assert pipe_of(model) is (pipes[1 - first_closed] if pipe is pipes[first_closed] else None)
-    assert "forward" not in vars(model)
+    assert pipe_of(whole) is None and "forward" not in vars(model)
 
 
 def threads_of_pipes() -> int:

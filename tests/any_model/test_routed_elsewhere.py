@@ -51,7 +51,7 @@ def test_a_module_around_the_model_uses_its_pipe(directly: bool) -> None:
 
 @each_wrapper
 @pytest.mark.parametrize("schedule", ["", "1f1b"])
-def test_a_pipe_of_a_module_around_the_model_gets_calls_of_both(
+def test_a_pipe_of_a_module_around_the_model_gets_its_calls_alone(
     directly: bool, schedule: str
 ) -> None:
     """As peft's models do, which call their base model's ``forward``."""
@@ -67,7 +67,7 @@ def test_a_pipe_of_a_module_around_the_model_gets_calls_of_both(
         assert runs(pipe) == 1
         for call in (whole.model, whole.model.forward):
             same(call(x), expected)
-            assert runs(pipe) == 1
+            assert runs(pipe) == 0
     same(grads_of(whole), grads_of(plain))
 
 
@@ -129,10 +129,9 @@ def test_a_number_of_several_micro_batches_is_refused_with_a_remedy() -> None:
     model, x = a_model(), rows()
     expected = copy.deepcopy(model)(x, as_number=True)
     with a_pipe(model) as pipe:
-        with pytest.raises(ValueError, match=r"use chunks=1, .* or call the pipe") as caught:
-            model(x, as_number=True)
-        assert "forward_backward(step=...)" in str(caught.value)
-        assert pipe(x, as_number=True).shape == (2,)
+        for call in (model, pipe):
+            with pytest.raises(ValueError, match=r"use chunks=1, .* pipe.forward_backward"):
+                call(x, as_number=True)
         same(model(x[:1], as_number=True), copy.deepcopy(model)(x[:1], as_number=True))
         pipe.chunks = 1
         same(model(x, as_number=True), expected)
@@ -201,9 +200,6 @@ def test_outputs_are_on_the_device_of_the_inputs(there: str) -> None:
         y = model(x.to(there))
         assert y.device == torch.device(there) and pipe(x).device == torch.device("cuda:1")
         same(y.cpu(), plain(x))
-        inner = model.encoder(x.to(there))
-        assert inner.device == torch.device(there)
-        same(inner.cpu(), plain.encoder(x))
         y.square().mean().backward()
         for (name, own), other in zip(grads_of(model).items(), plain.parameters(), strict=True):
             assert own is not None and other.grad is not None

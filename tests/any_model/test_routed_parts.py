@@ -34,10 +34,10 @@ class Model(nn.Module):
     def __init__(self, how: Callable[[nn.Module, Tensor], Any]) -> None:
         super().__init__()
         self.how = how
-        self.encoder, self.head = Encoder(), nn.Linear(8, 8)
+        self.first, self.encoder, self.head = nn.Linear(8, 8), Encoder(), nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.head(self.how(self.encoder, x))
+        y: Tensor = self.head(self.how(self.encoder, self.first(x)))
         return y
 
 
@@ -51,42 +51,21 @@ def again(part: nn.Module, x: Tensor) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:no partition begins at:UserWarning")  # on another thread
-@pytest.mark.parametrize("how", [on_a_thread, again])
-def test_a_part_that_the_model_calls_in_its_own_way_is_not_sent_to_the_pipe(how: Any) -> None:
+@pytest.mark.parametrize(
+    ("how", "cuts"),
+    [(on_a_thread, ["encoder.second", "head"]), (again, ["encoder.first", "head"])],
+)
+def test_a_part_that_the_model_calls_in_its_own_way_computes_as_in_the_plain_model(
+    how: Any, cuts: list[str]
+) -> None:
     torch.manual_seed(0)
     model = Model(how).double()
     plain, x = copy.deepcopy(model), torch.randn(4, 8, dtype=torch.float64)
     plain(x).sum().backward()
-    cuts = ["encoder.second", "head"]
     with pipert.pipeline(model, cuts, devices=["cpu"] * 3, chunks=2, timeout=30) as pipe:
         pipe(x).sum().backward()
     for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(found.grad, expected.grad)
-
-
-class Sequences(nn.Module):
-    """Takes sequences first, unlike the model around it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.GRU(8, 8) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x, _ = layer(x)
-        return x
-
-
-@pytest.mark.filterwarnings("ignore::pipert.NotBatchFirstWarning")
-def test_a_part_gets_its_arguments_whole() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(Sequences(), nn.Linear(8, 2))
-    x = torch.randn(6, 4, 8)
-    with torch.no_grad():
-        expected = model[0](x)
-        with pipert.pipeline(model, ["0.layers.1"], devices=["cpu"] * 2, chunks=2) as pipe:
-            assert torch.equal(model[0](x), expected)
-            assert pipe.statistics().runs == 1
 
 
 def rows_of(y: Tensor) -> list[Any]:
@@ -107,6 +86,35 @@ def test_a_list_is_one_of_rows_only_if_each_has_a_container(output: Any, joined:
     parts = torch.randn(4, 8).chunk(2)
     found = gather([output(part) for part in parts], [2, 2])
     assert type(found) is list and len(found) == joined
+
+
+@pytest.mark.parametrize("sizes", [[2, 2], [2, 1, 1], [1, 1, 1, 1], [3, 1]])
+@pytest.mark.parametrize(
+    "output",
+    [
+        lambda y: list(y.unsqueeze(-1).expand(-1, -1, 3)),  # LLaVA's features of images
+        lambda y: [row[: 3 + n] for row, n in zip(y, range(7), strict=False)],
+        lambda y: [(row[:5], {"score": row.sum()}) for row in y],
+        lambda y: {"of rows": [row[:3] for row in y], "features": [y] * 5, "sum": y},
+    ],
+)
+def test_a_list_of_rows_is_joined_alike_however_rows_are_split(
+    output: Callable[[Tensor], Any], sizes: list[int]
+) -> None:
+    y = torch.randn(4, 8)
+    found = gather([output(part) for part in torch.split(y, sizes)], sizes)
+    rows = found["of rows"] if isinstance(found, dict) else found
+    assert type(rows) is list and len(rows) == 4
+    if isinstance(found, dict):
+        assert torch.equal(found["sum"], y) and torch.equal(found["features"][0], y)
+        assert all(map(torch.equal, rows, y[:, :3]))
+
+
+def test_lists_with_as_many_entries_as_one_of_the_micro_batches_has_rows_are_features() -> None:
+    y = torch.randn(5, 8)
+    for sizes in ([2, 2, 1], [2, 1, 1, 1]):
+        found = gather([[part, {"of": part * 2}] for part in torch.split(y, sizes)], sizes)
+        assert torch.equal(found[0], y) and torch.equal(found[1]["of"], y * 2)
 
 
 def test_a_list_that_might_be_one_of_rows_is_refused() -> None:
@@ -137,12 +145,102 @@ def test_an_iterator_that_is_collected_in_a_layer_does_not_block_the_pipe(no_gc:
         assert pipe(torch.randn(2, 4)).shape == (2, 4)
 
 
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_cut_in_the_middle_of_a_function_that_is_checkpointed_is_refused(
+    use_reentrant: bool
+) -> None:
+    model = Model(lambda part, x: checkpoint(part, x, use_reentrant=use_reentrant))
+    with pipert.pipeline(model, ["encoder.second"], devices=["cpu"] * 2, chunks=2) as pipe:
+        with pytest.raises(pipert.NestedCheckpointError, match=r"encoder\.second.*in the middle"):
+            pipe(torch.randn(4, 8))
+        with torch.no_grad():
+            assert pipe(torch.randn(4, 8)).shape == (4, 8)
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("schedule", ["", "1f1b"])
+@pytest.mark.parametrize("checkpointing", ["never", "always"])
+def test_a_cut_where_a_checkpointed_function_begins_is_right_on_gpus(
+    schedule: str, checkpointing: str
+) -> None:
+    torch.manual_seed(0)
+    model = Model(again).double()
+    plain, x = copy.deepcopy(model), torch.randn(4, 8, dtype=torch.float64)
+    plain(x).sum().backward()
+    options: dict[str, Any] = {"devices": ["cuda:0", "cuda:1", "cuda:0"], "chunks": 2}
+    cuts = ["encoder.first", "head"]
+    with pipert.pipeline(model, cuts, checkpoint=checkpointing, **options) as pipe:
+        if schedule:
+            pipe.forward_backward(x, loss_fn=lambda y, _: y.sum(), reduction="sum")
+        else:
+            pipe(x).sum().backward()
+    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        assert found.grad is not None
+        torch.testing.assert_close(found.grad.cpu(), expected.grad)
+
+
+# On GPUs ------------------------------------------------------------------------------------------
+
+
+class Head(nn.Module):
+    """A head whose weight is tied to a layer of another GPU, and which has others."""
+
+    def __init__(self, tied: nn.Linear) -> None:
+        super().__init__()
+        self.norm, self.out = nn.LayerNorm(8), nn.Linear(8, 8)
+        self.out.weight = tied.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.out(self.norm(x))
+        return y
+
+
+class Sum(nn.Module):
+    """A layer without weights of its own."""
+
+    def forward(self, x: Tensor, *, others: list[Tensor]) -> Tensor:
+        return x + sum(others)
+
+
+class Parts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.middle = Encoder(), nn.BatchNorm1d(8, affine=False)
+        self.head, self.add = Head(self.encoder.first), Sum()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.encoder(x)
+        z: Tensor = self.add(self.head(self.middle(y)), others=[x, y])
+        return z
+
+
 @pytest.mark.multi_gpu
 @pytest.mark.parametrize("there", ["cpu", "cuda:0", "cuda:1"])
-def test_a_part_on_two_gpus_called_from_elsewhere_meanwhile_is_an_error_and_no_other_value(
-    there: str,
-) -> None:
-    """It runs plainly, since the thread may be the model's own, and torch refuses two devices."""
+@pytest.mark.parametrize("call", [lambda part, x: part(x), again], ids=["plainly", "checkpointed"])
+def test_a_layer_called_by_itself_brings_its_arguments_to_its_device(there: str, call: Any) -> None:
+    """As libraries do: a model without its head, then the head, on a chunk of tokens at a time."""
+    torch.manual_seed(0)
+    model, x = Parts().double().eval(), torch.randn(4, 8, dtype=torch.float64)
+    plain = copy.deepcopy(model)
+    plain(x).square().sum().backward()
+    devices = ["cuda:0", "cuda:1", "cuda:1"]
+    with pipert.pipeline(model, ["encoder.second", "head"], devices=devices) as pipe:
+        y = x.to(there)
+        with torch.no_grad():
+            assert model.encoder(y).device.index == 1
+        hidden = model.middle(model.encoder(y).to(there))
+        chunks = [call(model.head, each) for each in torch.split(hidden, 2)]
+        z = model.add(torch.cat(chunks), others=[y, call(model.encoder, y)])
+        z.square().sum().backward()
+        assert pipe.statistics().runs == 0
+    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        assert found.grad is not None
+        torch.testing.assert_close(found.grad.cpu(), expected.grad)
+
+
+@pytest.mark.multi_gpu
+def test_a_part_on_two_gpus_is_called_while_the_model_runs() -> None:
     entered, go_on = threading.Event(), threading.Event()
 
     def wait(part: nn.Module, x: Tensor) -> Any:
@@ -150,15 +248,13 @@ def test_a_part_on_two_gpus_called_from_elsewhere_meanwhile_is_an_error_and_no_o
         assert go_on.wait(20)
         return part(x)
 
-    model, x = Model(wait), torch.randn(4, 8, device=there)
-    expected = copy.deepcopy(model.encoder)(x.cpu())
+    model, x = Model(wait), torch.randn(4, 8)
+    expected = copy.deepcopy(model.encoder)(x)
     cuts = ["encoder.second", "head"]
     with ThreadPoolExecutor(1) as threads, torch.no_grad():
         with pipert.pipeline(model, cuts, devices=["cuda:0", "cuda:1", "cuda:1"]) as pipe:
             call = threads.submit(pipe, x)
             assert entered.wait(20)
-            with pytest.raises(RuntimeError, match="on the same device"):
-                model.encoder(x)
+            torch.testing.assert_close(model.encoder(x).cpu(), expected)
             go_on.set()
             call.result(20)
-            torch.testing.assert_close(model.encoder(x).cpu(), expected)

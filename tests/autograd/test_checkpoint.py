@@ -233,8 +233,7 @@ def test_backward_of_a_checkpoint_computes_only_requested_gradients(way_back: st
 # Rule 2: one node recomputes, before anything of B[i,j] runs.
 
 
-def test_a_tensor_of_a_layer_that_a_loss_uses_gets_its_gradient_beside_the_output() -> None:
-    """Rule 5: from the graph that only the checkpoint holds."""
+def test_a_loss_that_uses_a_tensor_which_a_layer_has_stored_is_refused() -> None:
     x, middles = leaf(), list[Tensor]()
 
     def compute(x: Tensor) -> Tensor:
@@ -242,7 +241,8 @@ def test_a_tensor_of_a_layer_that_a_loss_uses_gets_its_gradient_beside_the_outpu
         return middles[-1].exp()
 
     y = checkpointed(compute, x, lambda x: x.sin().exp())
-    same(gradient(y + middles[0], x), x.cos() * (x.sin().exp() + 1))
+    with pytest.raises(RecomputationError, match="has stored what a loss or another layer uses"):
+        gradient(y + middles[0], x)
 
 
 def test_recomputation_comes_before_the_whole_backward() -> None:
@@ -291,17 +291,11 @@ def test_second_backward_without_the_graph_retained_is_refused(way: Way) -> None
 
 
 @ways
-def test_second_derivative_is_that_of_the_computation(way: Way) -> None:
-    x, weight = leaf(), leaf()
-
-    def compute(x: Tensor) -> Tensor:
-        return several_operations(x * weight)
-
-    def second(y: Tensor) -> tuple[Tensor, ...]:
-        (first,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-        return torch.autograd.grad(first.sum(), (x, weight))
-
-    same(second(checkpointed(way(compute), x)), second(compute(x)))
+def test_a_graph_of_gradients_is_refused(way: Way) -> None:
+    x = leaf()
+    y = checkpointed(way(torch.sin), x)
+    with pytest.raises(RecomputationError, match="create_graph=True .* checkpoint='never'"):
+        torch.autograd.grad(y.sum(), x, create_graph=True)
 
 
 # Rule 4: the graph owns what is needed to recompute.
@@ -365,9 +359,9 @@ def refused(compute: Compute, again: Compute) -> str:
 
 
 @ways
-def test_recomputation_that_saves_more_is_refused(way: Way) -> None:
+def test_recomputation_with_other_values_is_refused(way: Way) -> None:
     message = refused(way(torch.sin), way(lambda x: x.sin().sin()))
-    assert "saved 2 tensors and its forward 1" in message
+    assert "returned other values than its forward" in message
 
 
 # Inside a pipe.
@@ -397,7 +391,7 @@ class OfAnotherLengthEachTime(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         for _ in range(self.calls):
-            x = x * self.weight
+            x = x * 2 * self.weight
         return x
 
 

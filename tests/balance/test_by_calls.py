@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from pipert.balance import by_calls, measure
 from pipert.balance.by_calls import choose_cuts
@@ -81,6 +83,51 @@ def test_layers_around_a_list_count_and_may_be_cut_off() -> None:
     assert chosen(Stack(layers, first=4), 2) == ["layers.0"]
     assert chosen(Stack(layers, last=4), 2) == ["last"]
     assert chosen(Stack(layers, first=2, last=2), 2) == ["layers.2"]
+
+
+class Group(nn.Module):
+    def __init__(self, *seconds: float) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(takes(*seconds))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def reentrant(group: nn.Module, x: Tensor) -> Any:
+    return checkpoint(group, x, use_reentrant=True)
+
+
+def in_a_closure(group: nn.Module, x: Tensor) -> Any:
+    return checkpoint(lambda x: group(x), x, use_reentrant=False)
+
+
+@pytest.mark.parametrize(
+    ("call", "cut"),
+    [
+        (lambda group, x: group(x), "layers.1.blocks.1"),
+        (partial(checkpoint, use_reentrant=False), "layers.1"),
+        (reentrant, "layers.1"),
+        (in_a_closure, "layers.1"),
+    ],
+    ids=["plain", "not reentrant", "reentrant", "in a closure"],
+)
+def test_no_cut_is_in_the_middle_of_a_function_that_is_checkpointed(call: Any, cut: str) -> None:
+    """A backward would repeat it over two partitions."""
+
+    class Model(Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            for layer in self.layers:
+                x = call(layer, x)
+            y: Tensor = self.last(x)
+            return y
+
+    model = Model([Group(2, 0), Group(4, 4), Group(0, 1)])
+    found = choose_cuts(model, 2, X, timeout=0, device="cpu")
+    assert found[0].removesuffix(".blocks.0") == cut
 
 
 def test_a_models_own_code_counts_where_it_runs() -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipert import Pipe
+from pipert import Pipe, RecomputationError
 from tests.contract.ways import MODES
 from tests.contract.ways import batch as rows
 from tests.contract.ways import grads_of, linear, same, seven_layers
@@ -75,7 +75,7 @@ def test_loss_over_two_calls_is_differentiated_once(checkpoint: str) -> None:
 
 @modes
 @every_chunks
-def test_double_backward_is_the_plain_modules(checkpoint: str, chunks: int) -> None:
+def test_double_backward_is_the_plain_modules_or_refused(checkpoint: str, chunks: int) -> None:
     def penalty(module: nn.Module, x: Tensor) -> dict[str, Tensor | None]:
         module.zero_grad()
         (grad,) = torch.autograd.grad(module(x).pow(3).sum(), x, create_graph=True)
@@ -84,8 +84,13 @@ def test_double_backward_is_the_plain_modules(checkpoint: str, chunks: int) -> N
 
     module, x = seven_layers(), batch(7)
     expected = penalty(copy.deepcopy(module), x)
+    is_recomputed = checkpoint == "always" or checkpoint == "except_last" and chunks > 1
     with Pipe(module, [2, 1, 4], chunks=chunks, checkpoint=checkpoint, devices=["cpu"] * 3) as pipe:
-        same(penalty(pipe, x), expected)
+        if is_recomputed:
+            with pytest.raises(RecomputationError, match="checkpoint='never'"):
+                penalty(pipe, x)
+        else:
+            same(penalty(pipe, x), expected)
 
 
 # Row 4.

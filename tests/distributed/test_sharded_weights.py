@@ -1,4 +1,4 @@
-"""Partitions that ``fully_shard`` treats as one unit, or only in parts."""
+"""Partitions with sharded weights: by ``fully_shard`` whole or in parts, or tensor-parallel."""
 
 from __future__ import annotations
 
@@ -13,9 +13,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn.utils import get_total_norm
 
-from pipert import distributed
+from pipert import Pipe, distributed, pipeline
 from tests.distributed.launcher import run
 from tests.distributed.test_rank_faults import batch, caught
 
@@ -45,8 +50,9 @@ def pipe_of(
 def check_gradients(pipe: distributed.Pipe, plain: nn.Module) -> None:
     named = dict(plain.named_parameters(remove_duplicate=False))
     for name, p in pipe.named_parameters():
-        assert isinstance(p.grad, DTensor)
-        torch.testing.assert_close(p.grad.full_tensor(), named[name].grad)
+        assert p.grad is not None and isinstance(p.grad, DTensor) == isinstance(p, DTensor)
+        grad = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+        torch.testing.assert_close(grad, named[name].grad)
     gradients = [p.grad for p in plain.parameters() if p.grad is not None]
     torch.testing.assert_close(pipe.grad_norm(), get_total_norm(gradients))
 
@@ -93,3 +99,39 @@ def shards_a_tied_weight(rank: int) -> tuple[Any, str]:
 def test_a_weight_that_several_ranks_share_cannot_be_sharded() -> None:
     for kind, text in run(4, shards_a_tied_weight):
         assert kind is ValueError and "use DistributedDataParallel" in text, text
+
+
+def tensor_parallel() -> nn.Sequential:
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 8), nn.Linear(8, 4)) for _ in range(4)]
+    return nn.Sequential(*blocks)
+
+
+def is_tensor_parallel(rank: int) -> str:
+    """Steps whose layers are tensor-parallel beside plain ones; in one process they are refused."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stages", "parts"))
+
+    def wrap(part: nn.Sequential) -> None:
+        for block in part:
+            plan = {"1": ColwiseParallel(), "2": RowwiseParallel()}
+            parallelize_module(block, mesh["parts"], plan)
+
+    plain, parallel = tensor_parallel(), tensor_parallel()
+    pipe = distributed.Pipe(tensor_parallel(), [2, 2], mesh=mesh, chunks=4, wrap=wrap)
+    x, y = batch(8)
+    loss = F.mse_loss(plain(x), y)
+    loss.backward()  # type: ignore[no-untyped-call]
+    found = pipe.forward_backward(x, target=y, loss_fn=F.mse_loss)
+    torch.testing.assert_close(found, loss.detach())
+    check_gradients(pipe, plain)
+    wrap(parallel)
+    with pytest.raises(TypeError) as refused:
+        Pipe(parallel, [2, 2], devices=["cpu", "cpu"])
+    with pytest.raises(TypeError, match="is a DTensor"):
+        pipeline(parallel, ["2"], devices=["cpu", "cpu"])
+    return str(refused.value)
+
+
+def test_tensor_parallel_layers_are_right_over_ranks_and_refused_in_one_process() -> None:
+    for text in run(4, is_tensor_parallel):
+        assert "'0.1.weight' is a DTensor over 2 processes" in text and "wrap=" in text

@@ -63,13 +63,7 @@ def test_the_options_recommended_at_the_end_exist(example: ModuleType) -> None:
     options = set(re.findall(r"--[a-z-]+", example.GO_ON))
     known = set(example.build_parser()._option_string_actions)
     assert {"--steps", "--save", "--resume", "--devices", "--help"} <= options
-    assert options - known == {"--skip", "--plot"}  # of python -m pipert trace
-
-
-def test_the_trace_that_it_recommends_shows_training(example: ModuleType) -> None:
-    skipped, steps = re.findall(r"--skip (\d+) .*--steps (\d+)", example.GO_ON)[0]
-    evaluated = example.HELD_OUT_WINDOWS / example.build_parser().get_default("batch")
-    assert evaluated < int(skipped) <= evaluated + int(steps) - 10  # the calls that it records
+    assert options <= known
 
 
 @pytest.mark.parametrize(

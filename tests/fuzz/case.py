@@ -136,11 +136,13 @@ def _step(dice: Random, devices: tuple[str, ...]) -> Step:
 
     then = [what for what in ("refill", "step", "drop") if dice.random() < 0.6]
     then.insert(dice.randint(0, len(then)), dice.choice(["zero", "none", ""]))
+    how, rows, chunks = _weighted(dice, HOWS), dice.randint(1, 8), dice.randint(1, 5)
+    checkpoint = dice.choice(["always", "except_last", "never"])
     return Step(
-        how=_weighted(dice, HOWS),
-        rows=dice.randint(1, 8),
-        chunks=dice.randint(1, 5),
-        checkpoint=dice.choice(["always", "except_last", "never"]),
+        how=how,
+        rows=rows,
+        chunks=chunks,
+        checkpoint="never" if how == "penalty" else checkpoint,
         training=dice.random() < 0.8,
         x_on=place(),
         target_on=place(),

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable
-from contextvars import copy_context
 from typing import Any
 
 import pytest
@@ -120,11 +118,9 @@ class Counting(nn.Module):
     def __init__(self, by_itself: bool) -> None:
         super().__init__()
         self.linear, self.by_itself = linear(3, 2), by_itself
-        self.look: Callable[[], object] = lambda: None
         self.count: Tensor
 
     def forward(self, x: Tensor) -> Any:
-        self.look()
         if self.by_itself and "count" not in self._buffers:
             self.register_buffer("count", torch.zeros(()))
         if "count" in self._buffers:
@@ -137,59 +133,6 @@ def test_a_buffer_that_the_first_forward_registers_is_changed_by_forwards_alone(
     layer = Counting(by_itself=True)
     step(nn.Sequential(layer, linear(2, 2)), way, batch(4), chunks=1)
     assert layer.count.item() == 1
-
-
-def test_a_buffer_registered_after_a_run_is_seen_by_one_caller_at_a_time() -> None:
-    layer, inside, other_done = Counting(by_itself=False), threading.Event(), threading.Event()
-    x = batch(4)
-
-    def look() -> None:
-        if is_recomputing():
-            inside.set()
-            other_done.wait(0.5)  # which waits for the layer
-
-    def call() -> None:
-        assert inside.wait(10)
-        with torch.no_grad():
-            pipe(x)
-        other_done.set()
-
-    with Pipe(
-        nn.Sequential(layer, linear(2, 2)), [1, 1], devices=["cpu"] * 2, checkpoint="always"
-    ) as pipe:
-        pipe(x).sum().backward()
-        layer.register_buffer("count", torch.zeros(()))
-        layer.look, other = look, threading.Thread(target=call)
-        y = pipe(x)
-        other.start()
-        y.sum().backward()
-        other.join()
-    assert layer.count.item() == 2
-
-
-def test_a_forward_of_another_caller_does_not_find_the_copies() -> None:
-    """It waits until the recomputation is over; its update of the statistics would be lost."""
-    entered = threading.Event()
-    waiting: list[threading.Thread] = []
-
-    def begin_another(layer: Any) -> None:
-        layer.book += 1
-        if is_recomputing() and not waiting:
-            waiting.append(threading.Thread(target=call_from_another))
-            waiting[0].start()
-            entered.wait(0.1)  # long enough for it to get in, if it could
-
-    def call_from_another() -> None:
-        with torch.no_grad():
-            pipe(batch(2))
-        entered.set()
-
-    layer = Moving(begin_another)
-    module = nn.Sequential(layer)
-    with Pipe(module, [1], devices=["cpu"], chunks=1, checkpoint="always") as pipe:
-        pipe(batch(2)).sum().backward()
-        waiting[0].join()
-    assert layer.book.tolist() == [2.0] * 3  # a forward of each caller
 
 
 # Normalisation ------------------------------------------------------------------------------------
@@ -258,35 +201,3 @@ def test_what_a_layer_has_in_place_of_a_buffer_leads_to_it() -> None:
     assert seen[0] is not norm.running_mean
     assert buffers.original_of(seen[0]) is norm.running_mean
     assert buffers.original_of(norm) is norm
-
-
-def test_layers_that_share_modules_crosswise_are_called_one_at_a_time() -> None:
-    a, b, c, d = (nn.BatchNorm1d(2) for _ in "abcd")
-    pairs = [nn.Sequential(*pair) for pair in [(a, b), (c, d), (b, c), (d, a)]]
-    for layer in pairs:
-        with run_of(layer):
-            pass
-    for layer in pairs:
-        assert not any(meet(layer, other) for other in pairs if set(layer) & set(other))
-    assert meet(pairs[0], pairs[1])
-
-
-def run_of(layer: nn.Module) -> Any:
-    """Return the block in which ``layer`` is called, in a run of its own."""
-    return copy_context().run(buffers.under, buffers.locks_of(layer), object())
-
-
-def meet(layer: nn.Module, other: nn.Module) -> bool:
-    """Return whether another thread may call ``other`` while this one calls ``layer``."""
-    begun = threading.Event()
-
-    def call() -> None:
-        with run_of(other):
-            begun.set()
-
-    thread = threading.Thread(target=call)
-    with run_of(layer):
-        thread.start()
-        found = begun.wait(0.01 if set(layer.modules()) & set(other.modules()) else 5)
-    thread.join()
-    return found

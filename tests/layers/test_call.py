@@ -255,24 +255,6 @@ def test_a_lazy_layer_is_initialised_by_the_first_call_and_recomputed() -> None:
     assert lazy.weight.grad is not None and lazy.weight.grad.tolist() == [[4.0] * 3] * 2
 
 
-@pytest.mark.parametrize("way", ["call", "step"])
-def test_a_dropout_behind_lazy_layers_drops_the_same_when_it_is_recomputed(way: str) -> None:
-    torch.manual_seed(0)
-    first, second = nn.LazyLinear(8), nn.LazyLinear(8)
-    model = nn.Sequential(first, second, nn.Dropout())
-    x = torch.randn(6, 8)
-    with Pipe(model, [3], devices=["cpu"], chunks=2, checkpoint="always") as pipe:
-        if way == "call":
-            y = pipe(x)
-            y.sum().backward()
-        else:
-            kept: Any = {"reduction": "sum", "return_outputs": True}
-            _, y = pipe.forward_backward(x, loss_fn=lambda y, _: y.sum(), **kept)
-    assert second.bias.grad is not None
-    assert second.bias.grad.tolist() == (2 * (y != 0).sum(0)).tolist()
-    assert not torch.equal(first.weight, second.weight)  # each has numbers of its own
-
-
 @pytest.mark.parametrize("mode", [True, False])
 def test_a_layer_whose_mode_changes_before_its_recomputation_is_refused(mode: bool) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3).requires_grad_(False)).train(mode)

@@ -206,7 +206,7 @@ def test_each_backward_is_checked() -> None:
     with Pipe(nn.Sequential(layer), [1], devices=["cpu"], checkpoint="always") as pipe:
         y = pipe(torch.ones(4, 3)).sum()
         y.backward(retain_graph=True)
-        torch.autograd.grad(y, layer.weight, create_graph=True)
+        torch.autograd.grad(y, layer.weight, retain_graph=True)
         is_other = True
         with pytest.raises(RecomputationError, match="other values"):
             y.backward(retain_graph=True)
@@ -215,10 +215,11 @@ def test_each_backward_is_checked() -> None:
 
 
 def test_a_recomputation_outside_of_a_backward_is_checked_at_once() -> None:
-    kept = list[Any]()
+    """As of a layer that uses a graph of the caller's, when a saved tensor is read."""
+    kept, scale = list[Any](), torch.ones((), requires_grad=True).exp()
 
     def forward(layer: Layer, x: Tensor) -> Tensor:
-        kept.append((x * (1 + is_recomputing())).exp())
+        kept.append((x * scale * (1 + is_recomputing())).exp())
         y: Tensor = kept[-1] * 2
         return y
 

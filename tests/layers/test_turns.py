@@ -315,30 +315,6 @@ def test_nothing_of_torch_is_replaced() -> None:
     assert found.stdout == "right\n", found.stderr
 
 
-class WithPipe(nn.Module):
-    """A layer with a buffer and a pipe that draws: it waits for the pipe under its own lock."""
-
-    scale: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("scale", torch.ones(()))
-        self.pipe = pipe_of_layers(nn.Linear(4, 4), nn.Dropout(0.1), chunks=1, checkpoint="never")
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.pipe(x) * self.scale
-        return y
-
-
-def test_a_task_with_the_generator_lets_go_of_it_while_it_waits_for_a_layer() -> None:
-    """The other one has the layer, and waits for the generator, in a pipe of the layer's."""
-    shared = WithPipe()
-    layers = nn.Sequential(shared, nn.Dropout(0.1), shared, nn.Linear(4, 4))
-    with shared.pipe, Pipe(layers, [2, 2], devices=["cpu"] * 2, chunks=4, timeout=30) as pipe:
-        for _ in range(20):
-            pipe(torch.ones(8, 4)).sum().backward()
-
-
 def test_a_task_whose_run_was_given_up_does_not_begin_when_its_turn_comes() -> None:
     first, second = RunSeed(), RunSeed()
     for run in (first, second):

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from pipert import PipeClosedError, PipelineTimeout, pipeline
 from pipert.model.cuts import check_cuts
 from pipert.model.device_map import cuts_of_device_map, remove_hooks
 
@@ -166,86 +162,3 @@ def test_hooks_that_do_something_else_are_refused() -> None:
         with pytest.raises(ValueError, match="Linear has the hook .*does more than move"):
             remove_hooks(model)
         assert "_hf_hook" in vars(model.head)
-
-
-class WithTable(nn.Module):
-    """A model with a parameter of its own, which its last layer's output is added to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.table = nn.Parameter(torch.zeros(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.second(self.first(x))
-        return y + self.table
-
-
-several_devices = pytest.mark.parametrize(
-    "devices",
-    [["cuda:0", "cuda:1"], ["cuda:1", "cuda:0"], ["cpu", "cuda:0"], ["cuda:0", "cpu"]],
-)
-
-
-@pytest.mark.multi_gpu
-@several_devices
-def test_a_closed_pipe_leaves_the_parameters_of_the_model_itself(devices: list[str]) -> None:
-    pytest.importorskip("accelerate")
-    model, x = WithTable(), torch.randn(4, 4)
-    before = list(model.parameters())
-    with pipeline(model, ["second"], devices=devices) as pipe:
-        pipe(x).sum().backward()
-    assert all(one is other for one, other in zip(model.parameters(), before, strict=True))
-    assert all(parameter.grad is not None for parameter in before)
-
-
-@pytest.mark.multi_gpu
-@several_devices
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_model_on_several_devices_trains_on_when_its_pipe_is_closed(
-    devices: list[str], tied: bool
-) -> None:
-    pytest.importorskip("accelerate")
-    model, x = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in "abc")), torch.randn(4, 4)
-    if tied:
-        model[2].weight = model[0].weight
-    plain = copy.deepcopy(model)
-    for _ in range(2):
-        plain(x).sum().backward()
-    before = list(model.parameters())
-    with pipeline(model, ["1"], devices=devices) as pipe:
-        pipe(x).sum().backward()
-    assert set(vars(model)["hf_device_map"].values()) <= {0, 1, "cpu"}
-    model(x).sum().backward()
-    for one, other in zip(before, plain.parameters(), strict=True):
-        assert one.grad is not None
-        torch.testing.assert_close(one.grad.cpu(), other.grad)
-
-
-@pytest.mark.multi_gpu
-def test_a_model_whose_pipe_is_closed_while_a_layer_does_not_return_is_handed_back() -> None:
-    pytest.importorskip("accelerate")
-    entered, go_on = threading.Event(), threading.Event()
-
-    class Waits(WithTable):
-        def forward(self, x: Tensor) -> Tensor:
-            if torch.is_grad_enabled():
-                entered.set()
-                assert go_on.wait(20)
-            y: Tensor = self.second(self.first(x))
-            return y
-
-    model, x = Waits(), torch.randn(4, 4)
-    expected = copy.deepcopy(model)
-    pipe = pipeline(model, ["second"], devices=["cuda:0", "cuda:1"])
-    with ThreadPoolExecutor(1) as threads:
-        call = threads.submit(pipe, x)
-        assert entered.wait(20)
-        with pytest.raises(PipelineTimeout):
-            pipe.close(timeout=0.01)
-        go_on.set()
-        with pytest.raises(PipeClosedError):
-            call.result(20)
-    pipe.close()
-    with torch.no_grad():
-        torch.testing.assert_close(model(x).cpu(), expected(x))

@@ -78,13 +78,17 @@ def test_reduction_mean_weighs_by_rows_where_micro_batches_differ(way: Way) -> N
     same(loss.item(), 3.0)
 
 
-@pytest.mark.parametrize(
-    "loss_fn", [nn.MSELoss(reduction="sum"), functools.partial(F.mse_loss, reduction="sum")]
-)
+SUMS: list[Any] = [
+    nn.MSELoss(reduction="sum"), functools.partial(F.mse_loss, reduction="sum"),
+    lambda y, t: (y - t).square().sum(),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("loss_fn", SUMS)
 def test_sums_of_which_the_mean_is_taken_are_named(loss_fn: Any) -> None:
     x = batch(6)
     with Pipe(nn.Sequential(linear(3, 3)), [1], devices=["cpu"], chunks=3) as pipe:
-        with pytest.warns(UserWarning, match=r"sums of 3 micro-batches.*give.*denominator"):
+        with pytest.warns(UserWarning, match=r"returns a sum.*give.*denominator"):
             pipe.forward_backward(x, target=x, loss_fn=loss_fn)
         pipe.forward_backward(x, target=x, loss_fn=loss_fn, reduction="sum")
         pipe.forward_backward(x, target=x, loss_fn=loss_fn, denominator=6)

@@ -207,17 +207,21 @@ def test_weights_of_a_class_that_cannot_make_others_get_their_sums(bias: bool) -
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_rank")
-def test_weights_that_are_dtensors_get_their_sums() -> None:
-    layers, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(6, 4)
+def test_weights_that_are_dtensors_get_their_sums_beside_others() -> None:
+    pairs = [nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4)) for _ in range(2)]
+    layers, x = nn.Sequential(*pairs), torch.randn(6, 4)
     layers(x).sum().backward()
     expected = [parameter.grad for parameter in layers.parameters()]
-    for layer in layers:
-        parallelize_module(layer, init_device_mesh("cpu", (1,)), ColwiseParallel())
+    for pair in pairs:
+        parallelize_module(pair, init_device_mesh("cpu", (1,)), {"1": ColwiseParallel()})
     with Pipe(layers, [1, 1], devices=["cpu", "cpu"], chunks=3) as pipe:
         pipe.forward_backward(x, loss_fn=lambda y, _: y.sum(), reduction="sum")
     for parameter, gradient in zip(layers.parameters(), expected, strict=True):
-        assert isinstance(parameter.grad, DTensor)
-        torch.testing.assert_close(parameter.grad.full_tensor(), gradient)
+        assert isinstance(parameter.grad, DTensor) == isinstance(parameter, DTensor)
+        grad: Any = parameter.grad
+        whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
+        torch.testing.assert_close(whole, gradient)
+    assert len({*map(type, layers.parameters())}) == 2
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 4])

@@ -252,34 +252,6 @@ def test_a_backward_within_the_backward_changes_nothing(first: Any) -> None:
     same(found[1], found[0], rtol=1e-12, atol=1e-12)
 
 
-class Noisy(nn.Module):
-    """Adds noise to the gradient of its transposed weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(3, 3, dtype=torch.float64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        transposed = self.weight.t()
-        transposed.register_hook(  # type: ignore[no-untyped-call]
-            lambda grad: grad + torch.randn_like(grad)
-        )
-        return torch.mm(x, transposed)
-
-
-def test_hooks_draw_the_same_numbers_from_the_same_seed() -> None:
-    layers = nn.Sequential(Noisy(), Noisy(), Noisy())
-    x, found = torch.randn(6, 3, dtype=torch.float64), list[Any]()
-    with piped("Pipe", layers) as pipe:
-        for _ in range(6):
-            layers.zero_grad()
-            torch.manual_seed(1)
-            pipe.forward_backward(x, loss_fn=mean, schedule="zb-h1")
-            found.append(grads_of(layers))
-    for other in found[1:]:
-        same(other, found[0], rtol=0, atol=0)
-
-
 class FreezesInBackward(nn.Module):
     """Freezes another layer, or a weight, once gradients arrive."""
 

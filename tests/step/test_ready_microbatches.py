@@ -124,7 +124,7 @@ def test_loss_and_gradients_are_those_of_the_plain_loop(
         ({"reduction": "sum"}, 1, 1.0),
         ({"denominator": 22}, 22, 1.0),
         ({"denominator": torch.tensor(7), "loss_scale": 8.0}, 7, 8.0),
-        ({"loss_scale": 3.0}, 4, 3.0),
+        ({"reduction": "sum", "loss_scale": 3.0}, 1, 3.0),
     ],
 )
 def test_losses_are_added_divided_and_scaled_as_asked(
@@ -144,7 +144,8 @@ def test_outputs_are_a_list_with_one_for_each(kind: str) -> None:
     expected = [model(x).detach() for x in xs]
     with a_pipe(kind, model) as pipe:
         _, outputs = pipe.forward_backward(
-            microbatches=xs, target=iter(targets), loss_fn=sums, return_outputs=True
+            microbatches=xs, target=iter(targets), loss_fn=sums, reduction="sum",
+            return_outputs=True,
         )
     assert type(outputs) is list and not any(y.requires_grad for y in outputs)
     torch.testing.assert_close(outputs, expected, rtol=0, atol=0)

@@ -126,7 +126,8 @@ def test_a_target_with_other_rows_than_the_input_is_named(target: Any, name: str
 @pytest.mark.layered
 def test_arguments_that_the_first_layer_does_not_take_are_refused_by_python() -> None:
     with Pipe(nn.Sequential(nn.Linear(3, 3)), [1], devices=["cpu"], chunks=2) as pipe:
-        for args, kwargs in (([rows(4)], {}), ([], {"targets": rows(4)}), ([], {"chunks": 2})):
+        given: list[tuple[Any, Any]] = [([rows(4)], {}), ([], {"labels": rows(4)})]
+        for args, kwargs in given:
             with pytest.raises(TypeError, match="Linear.forward()"):
                 pipe.forward_backward(rows(4), *args, loss_fn=functional.mse_loss, **kwargs)
         with pytest.raises(TypeError) as caught:

@@ -73,14 +73,6 @@ def test_a_device_that_computes_meanwhile_does_not_wait() -> None:
     assert Timeline(events, CUDA[:2]).report().devices[1].for_input == 0.5
 
 
-def test_the_report_names_the_rank_that_others_wait_for() -> None:
-    known = Event("wait", 0, 1, CUDA[1], 0.0, 1.0, origin=0)
-    unknown = Event("wait", 1, 0, CUDA[0], 2.0, 2.5)
-    report = Timeline([*grid([1.0, 1.0], 2), known, unknown], CUDA[:2]).report()
-    assert report.waits == (("cuda:1", "cuda:0", 1.0),)  # of the other it is not known
-    assert "Waits: cuda:1 for cuda:0 33% of the time." in str(report)
-
-
 def test_a_recomputation_inside_of_a_backward_counts_once() -> None:
     events = [
         *grid([1.0], 1),

@@ -1,0 +1,231 @@
+"""Decides by their effect whether the losses of a model's micro-batches add up to the plain loss.
+
+A loss that is a sum divided by ``num_items_in_batch``, as that of causal models of transformers,
+does, if each micro-batch gets the number of the whole mini-batch. Whether the loss of a call is one
+cannot be read off a class: an adapter, a hook, or a ``forward`` of the instance may change it. So:
+
+1. A model that has a ``loss_function`` of logits, labels and ``num_items_in_batch`` is tried.
+2. In the first micro-batch that function is called once more, without gradients, with the logits
+   of the output. It must return the loss of the output, and half of it for twice the number; or,
+   if the number was counted from labels, the mean over those of this micro-batch. If it does not,
+   the run ends there, and the mini-batch is one micro-batch.
+3. That happens in calls 1, 2, 4, 8 ... and with other arguments, as reading it waits for a device.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from pipert._torch import has_hooks
+from pipert._typing import Value
+from pipert.batch.tensors import tensors_of
+from pipert.layers.phase import current_microbatch
+from pipert.stage.loss import loss_in, own_loss
+from pipert.stage.loss_checks import StepCall
+
+Again = Callable[[Any], Tensor]
+"""Computes a loss once more, divided by a number; by that of its own labels for ``None``."""
+
+
+class NumberOfItems(NamedTuple):
+    """What divides the loss of a mini-batch."""
+
+    number: Any
+    is_counted: bool
+    """Whether it was counted from the labels, rather than given."""
+    kind: Hashable
+    """What calls have in common whose losses are computed alike."""
+
+
+class LossesAddUp:
+    """What the calls of a model have shown of its loss."""
+
+    def __init__(self) -> None:
+        self._calls = 0
+        self._known: dict[Hashable, bool] = {}
+
+    def number_of(self, model: nn.Module, arguments: Mapping[str, Any]) -> NumberOfItems | None:
+        """Return what divides the loss; ``None`` if losses do not add up, or nobody knows."""
+        labels, number = arguments.get("labels"), arguments.get("num_items_in_batch")
+        if not isinstance(labels, Tensor) or not labels.dim() or not takes_number(model):
+            return None
+        options = [(k, v) for k, v in arguments.items() if isinstance(v, bool)]
+        own = vars(model).get("forward")
+        forward = getattr(own, "own", own), type(model).forward
+        kind = forward, has_hooks(model), frozenset(arguments), frozenset(options)
+        if not self._known.get(kind, True):
+            return None
+        if number is not None:
+            return NumberOfItems(number, False, kind)
+        return NumberOfItems(_count(model, arguments), True, kind)
+
+    def is_due(self, items: NumberOfItems) -> bool:
+        """Whether the losses of this call are to be checked."""
+        self._calls += 1
+        return items.kind not in self._known or self._calls & (self._calls - 1) == 0
+
+    def note(self, items: NumberOfItems, adds_up: bool, check: LossCheck) -> None:
+        """Remember what a check has found, if it is clear."""
+        if check.is_clear or not adds_up:
+            self._known[items.kind] = adds_up
+
+    def take_step(
+        self, model: Any, arguments: Mapping[str, Any], call: StepCall,
+        take: Callable[[StepCall], Any],
+    ) -> Any:  # fmt: skip
+        """Take a step whose loss is the model's: in one micro-batch if nothing else is exact."""
+        items = self.number_of(model, arguments)
+        if items is None:
+            return take(call)
+        kwargs = {**call.kwargs, "num_items_in_batch": items.number}
+        added = call._replace(kwargs=kwargs, reduction="sum")
+        if not self.is_due(items):
+            return take(added)
+        taken = inspect.signature(model.loss_function).parameters
+        target = {k: v for k, v in arguments.items() if k in taken}
+        check, before = LossCheck(model, items), Before(model)
+        try:
+            found = take(added._replace(target=target, loss_fn=check.own_loss))
+        except LossesDoNotAddUp:
+            self.note(items, False, check)
+            before.restore()
+            return take(call if items.is_counted else call._replace(chunks=1))
+        self.note(items, True, check)
+        return found
+
+
+class Before:
+    """What a run that ends early must not have changed: buffers, and the CPU's random state."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._state = torch.get_rng_state()
+        self._buffers = [(x.data, x.detach().clone()) for x in model.buffers()]
+
+    def restore(self) -> None:
+        """Put all back. Batch norm changes buffers without a new version."""
+        torch.set_rng_state(self._state)
+        for buffer, before in self._buffers:
+            buffer.copy_(before)
+
+
+class LossesDoNotAddUp(Exception):
+    """The losses of micro-batches do not add up, as the first one has shown."""
+
+
+class LossCheck:
+    """Compares the loss of the first micro-batch with the model's ``loss_function``.
+
+    Args:
+        model: the model.
+        items: what divides the loss.
+    """
+
+    is_clear = False
+    """Whether a comparison has shown that losses add up; a loss of no labels shows nothing."""
+
+    def __init__(self, model: nn.Module, items: NumberOfItems) -> None:
+        self._model, self._items = model, items
+
+    def around(self, call: Callable[..., Any], named: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``call``, which calls the model, with a look at the first micro-batch."""
+
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            y = call(*args, **kwargs)
+            if current_microbatch() == 0:
+                self.look(y, named(args, kwargs))
+            return y
+
+        return checked
+
+    def own_loss(self, output: Value, target: Value) -> Tensor:
+        """Return the model's own loss, with a look at the first micro-batch."""
+        if current_microbatch() == 0:
+            self.look(output, target)
+        return own_loss(output, target)
+
+    def look(
+        self, output: Value, arguments: Mapping[str, Any], loss: Tensor | None = None
+    ) -> None:
+        """Compute the loss of a micro-batch once more, from the logits in its output.
+
+        Raises:
+            LossesDoNotAddUp: it is another one, or something else divides it.
+        """
+        loss = loss_in(output) if loss is None else loss
+        logits, labels = _logits_in(output), arguments["labels"]
+        numbers = [x for x in tensors_of(output)[0] if not x.dim()]
+        if loss is None or logits is None or logits.dim() <= labels.dim() or len(numbers) > 1:
+            raise LossesDoNotAddUp
+        count = _count(self._model, arguments) if self._items.is_counted else None
+        if added := logits.size(labels.dim() - 1) - labels.size(-1):  # by prompts of peft
+            labels = nn.functional.pad(labels, (added, 0), value=-100)
+        function: Any = self._model.loss_function
+        taken = inspect.signature(function).parameters
+        options = {k: v for k, v in arguments.items() if k in taken}
+        options |= {"logits": logits.detach(), "labels": labels, "vocab_size": logits.size(-1)}
+        self.compare(loss, lambda n: function(**{**options, "num_items_in_batch": n}), count)
+
+    def compare(self, loss: Tensor, again: Again, count: Tensor | None = None) -> None:
+        """Compare a loss with what it must be; ``count`` labels of it count, if that is known.
+
+        Raises:
+            LossesDoNotAddUp: it is another one, or something else divides it.
+        """
+        number = self._items.number
+        if isinstance(number, Tensor):
+            number = number.to(loss.device)
+        with torch.no_grad():
+            expected = again(number).double()
+            if count is None:
+                other = 2 * again(2 * number).double()
+            elif not count:  # the loss of none is zero, unless none count in the whole mini-batch
+                other = torch.zeros_like(expected) if number else expected
+            else:
+                other = again(None).double() * (count.to(loss.device) / number)
+            rtol = 1e-5 if loss.dtype in (torch.float32, torch.float64) else 1e-2
+            is_same = torch.isclose(loss.double(), expected, rtol, 1e-12, equal_nan=True)
+            divides = torch.isclose(other, expected, 100 * rtol, 1e-12, equal_nan=True)
+            if not (bool(is_same) and bool(divides)):
+                raise LossesDoNotAddUp
+            self.is_clear = bool(expected.isfinite() & (expected != 0))
+
+
+def takes_number(model: Any) -> bool:
+    """Whether a model can be given the number, and has a loss function to compare with."""
+    loss = getattr(model, "loss_function", None)
+    if not callable(loss):
+        return False
+    parameters = inspect.signature(loss).parameters.values()
+    needed = {p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD}
+    names = {p.name for p in parameters}
+    if "num_items_in_batch" not in names or not needed <= {"logits", "labels", "vocab_size"}:
+        return False
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # of peft
+    return all([_takes(inspect.signature(each.forward)) for each in (model, inner)])
+
+
+def _takes(signature: inspect.Signature) -> bool:
+    parameters = signature.parameters
+    has_any = any([p.kind is p.VAR_KEYWORD for p in parameters.values()])
+    return has_any or "num_items_in_batch" in parameters
+
+
+def _count(model: Any, arguments: Mapping[str, Any]) -> Tensor:
+    """Return the number of labels that count, if the model shifts them where its loss does."""
+    labels, shifted = arguments["labels"], arguments.get("shift_labels")
+    if "shift_labels" in inspect.signature(model.loss_function).parameters:
+        labels = labels[..., 1:] if shifted is None else shifted
+    count: Tensor = (labels != arguments.get("ignore_index", -100)).sum()
+    return count
+
+
+def _logits_in(output: Value) -> Tensor | None:
+    found = output.get("logits") if isinstance(output, Mapping) else None
+    if isinstance(output, tuple) and len(output) > 1:
+        found = output[1]  # behind the loss
+    return found if isinstance(found, Tensor) and found.dim() else None

@@ -1,0 +1,170 @@
+"""Warns of a step whose loss is not that of the mini-batch, by its effect.
+
+Micro-batches' means are weighed by their rows. That is the mean over the mini-batch only if each
+row counts alike. Two mistakes are silent, so they are looked for in steps 1, 2, 4, 8 ... of a pipe,
+where reading a GPU's numbers does not matter:
+
+1. a mean over targets of which unequal numbers count, since some integers are ``IGNORED``;
+2. a sum where a mean is expected, or a mean beside a ``denominator``. ``loss_fn`` is called once
+   more, with each row of the last micro-batch twice: a sum doubles, a mean stays.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from math import isclose
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pipert._typing import Value
+from pipert.batch.microbatch import Arguments, Batch
+from pipert.batch.tensors import tensors_of
+from pipert.schedules.plan import Schedule
+from pipert.stage.loss import LossFunction, StepFunction, own_loss
+
+IGNORED = -100
+"""The default ``ignore_index`` of torch's losses."""
+
+
+def unequal_counts(targets: Sequence[Value], weights: Sequence[int]) -> list[int]:
+    """Return how many targets count in each micro-batch; nothing if as its weight says, or all do.
+
+    Args:
+        targets: those of each micro-batch.
+        weights: how much each micro-batch counts.
+    """
+    labels = [list(filter(_may_ignore, tensors_of(target)[0])) for target in targets]
+    counts = [sum([int((x != IGNORED).sum()) for x in each]) for each in labels]
+    pairs = zip(counts, weights, strict=True)
+    is_even = all([count * sum(weights) == sum(counts) * weight for count, weight in pairs])
+    all_count = sum(counts) == sum([x.numel() for each in labels for x in each])
+    return [] if is_even or all_count else counts
+
+
+def warn_of_unequal_counts(counts: Sequence[int], what: str) -> None:
+    """Warn that a mean over ``counts`` targets of each micro-batch is not that of all."""
+    shown = ", ".join(map(str, counts[:8])) + ", ..." * (len(counts) > 8)
+    warnings.warn(
+        f"the micro-batches have {shown} targets that count, which are not {IGNORED}. If {what} is "
+        "a mean over these, the mean of the micro-batches is not that of the mini-batch: let "
+        "loss_fn return their sum, such as with reduction='sum', and give forward_backward "
+        "denominator=(target != -100).sum()",
+        UserWarning,
+        stacklevel=4,
+    )
+
+
+class DoubledRows:
+    """Compares the loss of the last micro-batch with that of its rows twice.
+
+    Args:
+        rows: how many it has; 0 if that is unknown.
+        is_divided: whether the losses are sums, to be divided by a ``denominator``.
+        when_clear: called once it is known what ``loss_fn`` returns.
+    """
+
+    def __init__(self, rows: int, is_divided: bool, when_clear: Callable[[], None]) -> None:
+        self._rows, self._is_divided, self._when_clear = rows, is_divided, when_clear
+        self._losses: tuple[Tensor, Tensor] | None = None
+
+    def look(self, function: LossFunction, loss: Tensor, output: Value, target: Value) -> None:
+        """Compute the loss of each row twice. A function that takes no other rows says nothing."""
+        tensors, rebuild = tensors_of((output, target))
+        sizes = [len(x) if x.dim() and not x.is_nested else 0 for x in tensors]
+        rows = self._rows or next((size for size in reversed(sizes) if size), 0)
+        twice = [
+            torch.cat([x, x]) if size and rows and size % rows == 0 else x
+            for x, size in zip(tensors, sizes, strict=True)
+        ]
+        try:
+            doubled = function(*rebuild(tuple(twice)))
+        except Exception:  # noqa: BLE001  it may hold something of as many rows; the step goes on
+            return
+        if isinstance(doubled, Tensor) and doubled.numel() == 1:
+            self._losses = loss, doubled.detach()
+
+    def check(self) -> None:
+        """Warn of a sum without a denominator, and of a mean with one."""
+        if self._losses is None:
+            return
+        loss, doubled = [float(each.double()) for each in self._losses]
+        is_sum, is_mean = (isclose(doubled, k * loss, rel_tol=1e-3) and loss != 0 for k in (2, 1))
+        if is_sum or is_mean:
+            self._when_clear()
+        if is_sum and not self._is_divided:
+            warnings.warn(
+                "loss_fn returns a sum, which is twice as large for each row twice, and the loss "
+                "is the mean of the micro-batches' losses; give forward_backward reduction='sum', "
+                "or a denominator, such as denominator=(target != -100).sum()",
+                UserWarning,
+                stacklevel=6,
+            )
+        if is_mean and self._is_divided:
+            warnings.warn(
+                "loss_fn returns a mean, which is as large for each row twice, and the sum of the "
+                "micro-batches' losses is divided by the denominator; let loss_fn return a sum, "
+                "such as with reduction='sum', or leave out the denominator",
+                UserWarning,
+                stacklevel=6,
+            )
+
+
+def _may_ignore(x: Tensor) -> bool:
+    is_whole = not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
+    return is_whole and x.dim() > 0 and x.layout == torch.strided and not x.is_nested
+
+
+class StepCall(NamedTuple):
+    """The arguments of ``forward_backward``, checked."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    loss_fn: LossFunction
+    own: StepFunction | None
+    """What runs for each micro-batch in place of the model."""
+    target: Value
+    microbatches: Iterable[Any] | None
+    chunks: int
+    schedule: str | Schedule
+    reduction: str
+    denominator: float | Tensor | None
+    loss_scale: float | Tensor | torch.amp.GradScaler | None
+    return_outputs: bool
+
+
+class LossChecks:
+    """What the steps of a pipe have shown of their losses."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self._has_warned = False
+        self._known = set[object]()
+
+    def of_step(self, call: StepCall, batch: Batch) -> DoubledRows | None:
+        """Check whether targets count alike; return what checks the loss, if it is to be."""
+        self.steps += 1
+        m, is_divided = len(batch.inputs), call.denominator is not None
+        if self.steps & (self.steps - 1) or m == 1 and not is_divided or call.reduction == "sum":
+            return None
+        has_function = call.own is None and call.loss_fn is not own_loss
+        if not (is_divided or self._has_warned):
+            targets = batch.targets if has_function else list(map(_labels_in, batch.inputs))
+            if counts := unequal_counts(targets, batch.sizes or [1] * m):
+                self._has_warned = True
+                warn_of_unequal_counts(counts, "loss_fn" if has_function else "the model's loss")
+        kind = getattr(call.loss_fn, "__code__", type(call.loss_fn)), is_divided
+        is_mean = not isinstance(call.denominator, Tensor) and call.denominator == m
+        if not has_function or call.target is None or kind in self._known or is_mean:
+            return None
+        rows = batch.sizes[-1] if batch.sizes else 0
+        return DoubledRows(rows, is_divided, partial(self._known.add, kind))
+
+
+def _labels_in(value: Value) -> Value:
+    """Return the labels in the arguments of a micro-batch."""
+    named = value.kwargs if isinstance(value, Arguments) else value
+    return [x for k, x in named.items() if "label" in k] if isinstance(named, Mapping) else []

@@ -1,0 +1,205 @@
+"""What tasks see of generators that are not torch's, of shared states, and of the caller's thread.
+
+``docs/contract.md`` has the table.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import textwrap
+import threading
+from collections import Counter
+from collections.abc import Callable
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipert import Pipe, RecomputationError, pipeline
+from tests import scripts
+from tests.contract.ways import CALL, Way, piped, take_step
+from tests.layers import Apply
+
+PATIENCE = 5.0  # s
+CONTRACT = (Path(__file__).parents[2] / "docs" / "contract.md").read_text()
+
+Draw = Callable[[], float]
+
+
+def python() -> Draw:
+    random.seed(0)
+    return random.random
+
+
+def numpy() -> Draw:
+    found = pytest.importorskip("numpy").random
+    found.seed(0)
+    return found.rand  # type: ignore[no-any-return]
+
+
+def one_generator() -> Draw:
+    generator = torch.Generator().manual_seed(0)
+    return lambda: float(torch.rand((), generator=generator))
+
+
+DRAWS = {"random": python, "numpy.random": numpy, "torch.Generator": one_generator}
+of_draws = pytest.mark.parametrize("made", DRAWS.values(), ids=DRAWS)
+
+
+def sum_of(y: Tensor, _: Any) -> Tensor:
+    return y.sum()
+
+
+def outcome(draw: Draw, is_first: bool) -> Tensor:
+    """Draws in two partitions: ``F[1,1]`` comes before ``F[2,0]``, or behind it."""
+    events = {True: threading.Event(), False: threading.Event()}
+
+    def layer(i: int, comes_first: bool) -> nn.Module:
+        def call(x: Tensor) -> Tensor:
+            is_one = int(x[0, 0]) == i
+            if is_one and not comes_first:
+                assert events[True].wait(PATIENCE)
+            y = torch.cat([x[:, :1], x[:, 1:] * draw()], 1)
+            if is_one and comes_first:
+                events[True].set()
+            return y
+
+        return Apply(call)
+
+    module = nn.Sequential(layer(2, not is_first), layer(1, is_first))
+    rows = torch.ones(3, 4) * torch.tensor([[0.0], [1.0], [2.0]])
+    with torch.no_grad(), piped(module, [1, 1], Way(CALL, "never"), chunks=3) as pipe:
+        y: Tensor = pipe(rows)
+    return y
+
+
+@of_draws
+def test_states_that_partitions_share_are_read_in_the_order_of_threads(
+    made: Callable[[], Draw],
+) -> None:
+    assert not torch.equal(outcome(made(), True), outcome(made(), False))
+
+
+@of_draws
+@pytest.mark.parametrize("schedule", [CALL, "1f1b"])
+def test_one_partition_reads_a_state_in_the_order_of_the_plan(
+    schedule: str, made: Callable[[], Draw]
+) -> None:
+    def gradient(draw: Draw) -> Any:
+        module = nn.Sequential(Apply(torch.sin), Apply(lambda x: x * draw()))
+        with piped(module, [1, 1], Way(schedule, "never"), chunks=3) as pipe:
+            x = torch.ones(3, 4, requires_grad=True)
+            take_step(pipe, Way(schedule, "never"), x, loss_fn=sum_of)
+        return x.grad
+
+    assert torch.equal(gradient(made()), gradient(made()))
+
+
+@of_draws
+@pytest.mark.parametrize("schedule", [CALL, "1f1b"])
+def test_a_recomputation_that_reads_a_state_further_on_is_refused(
+    schedule: str, made: Callable[[], Draw]
+) -> None:
+    draw, way = made(), Way(schedule, "always")
+    with piped(nn.Sequential(Apply(lambda x: x * draw())), [1], way, chunks=2) as pipe:
+        x = torch.ones(2, 4, requires_grad=True)
+        with pytest.raises(RecomputationError, match="returned other values"):
+            take_step(pipe, way, x, loss_fn=sum_of)
+
+
+class Seeing(nn.Module):
+    """A model that notes what its layers and its own code see of the caller."""
+
+    def __init__(self, see: Callable[[], object]) -> None:
+        super().__init__()
+        self.a, self.b, self.see = nn.Linear(2, 2), nn.Linear(2, 2), see
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.see()
+        y: Tensor = self.b(self.a(x))
+        return y
+
+
+@pytest.mark.parametrize("schedule", [CALL, "1f1b"])
+@pytest.mark.parametrize("kind", ["Pipe", "pipeline"])
+def test_tasks_see_context_variables_of_the_caller_and_no_thread_locals(
+    kind: str, schedule: str
+) -> None:
+    local, variable, seen = threading.local(), ContextVar[str]("variable", default=""), set[Any]()
+    caller = threading.current_thread()
+
+    def see(*_: Any) -> None:
+        if threading.current_thread() is not caller:  # on which a call's recomputation runs
+            seen.add((getattr(local, "value", None), variable.get()))
+
+    local.value, token = "mine", variable.set("mine")
+    options: Any = {"devices": ["cpu"] * 2, "chunks": 2, "checkpoint": "always"}
+    model = Seeing(see)
+    for layer in (model.a, model.b):
+        layer.register_forward_pre_hook(see)
+    if kind == "Pipe":
+        pipe: Any = Pipe(nn.Sequential(model.a, model.b), [1, 1], **options)
+    else:
+        pipe = pipeline(model, ["b"], **options)
+    with pipe:
+        take_step(pipe, Way(schedule, "always"), torch.ones(4, 2), loss_fn=sum_of)
+    variable.reset(token)
+    assert seen == {(None, "mine")}
+
+
+@pytest.mark.parametrize("schedule", [CALL, "1f1b"])
+@pytest.mark.parametrize("kind", ["Pipe", "pipeline"])
+def test_hooks_of_a_model_run_for_each_micro_batch_and_those_of_a_pipe_once(
+    kind: str, schedule: str
+) -> None:
+    calls, chunks = Counter[str](), 4
+    options: Any = {"devices": ["cpu"] * 2, "chunks": chunks, "checkpoint": "never"}
+    if kind == "Pipe":
+        model: Any = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        pipe: Any = Pipe(model, [1, 1], **options)
+    else:
+        model = Seeing(lambda: None)
+        pipe = pipeline(model, ["b"], **options)
+    model.register_forward_hook(lambda *_: calls.update(["model"]))
+    model.register_full_backward_hook(lambda *_: calls.update(["model, backward"]))
+    pipe.register_forward_hook(lambda *_: calls.update(["pipe"]))
+    with pipe:
+        x = torch.ones(8, 2, requires_grad=True)
+        take_step(pipe, Way(schedule, "never"), x, loss_fn=sum_of)
+    once = {"pipe": 1} if schedule == CALL else {}
+    of_model = chunks if kind == "pipeline" else len(once)
+    assert +calls == +Counter({**once, "model": of_model, "model, backward": of_model})
+
+
+@pytest.mark.slow  # starts a process that compiles
+def test_torch_2_11_crashes_when_it_compiles_after_the_thread_that_compiled_has_ended() -> None:
+    script = """
+        import threading, torch
+        from torch import nn
+
+        layer = torch.compile(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), backend="eager")
+
+        def call(rows):
+            layer(torch.randn(rows, 4))
+
+        for rows in (4, 6):
+            thread = threading.Thread(target=call, args=(rows,))
+            thread.start()
+            thread.join()
+        call(8)
+        print("right")
+    """
+    found = scripts.run(textwrap.dedent(script), fresh=True)
+    crashes = torch.__version__.startswith("2.11.")
+    assert (found.returncode == -signal.SIGSEGV) if crashes else found.stdout == "right\n"
+
+
+@pytest.mark.parametrize(
+    "name", ["`random`, `numpy.random`", "`torch.Generator`", "`threading.local`", "torch 2.11"]
+)
+def test_the_table_says_it(name: str) -> None:
+    assert any(name in line for line in CONTRACT.splitlines() if line.startswith("|"))

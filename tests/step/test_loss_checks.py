@@ -1,0 +1,98 @@
+"""Tests what a step says of losses that are not the loss of the mini-batch."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import pipert
+from pipert import Pipe
+from tests.contract.ways import linear
+
+X = torch.rand(8, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+Y = torch.tensor([0, 1, 2, 0, 1, 2, 0, 1])
+SOME = torch.tensor([0, 1, 2, -100, 1, -100, -100, -100])
+AS_MANY = torch.tensor([0, -100, -100, 1, 2, -100, -100, 1])
+
+
+def mean(y: Tensor, t: Tensor) -> Tensor:
+    return F.cross_entropy(y, t)
+
+
+def total(y: Tensor, t: Tensor) -> Tensor:
+    return F.cross_entropy(y, t, reduction="sum")
+
+
+def fixed(y: Tensor, t: Tensor) -> Tensor:
+    return (y * torch.ones(2, 1, dtype=y.dtype)).sum() + 0 * t.sum()  # of two rows
+
+
+COUNT = "^the micro-batches have 2, 1, 1, 0 targets that count.*denominator="
+SUM, MEAN = "^loss_fn returns a sum.*reduction='sum'", "^loss_fn returns a mean"
+CASES: dict[str, tuple[dict[str, Any], str]] = {
+    "a mean over unequal numbers": ({"loss_fn": mean, "target": SOME}, COUNT),
+    "a mean over equal numbers": ({"loss_fn": mean, "target": AS_MANY}, ""),
+    "a mean over all": ({"loss_fn": mean, "target": Y}, ""),
+    "a sum": ({"loss_fn": total, "target": Y}, SUM),
+    "a sum in an object": ({"loss_fn": nn.CrossEntropyLoss(reduction="sum"), "target": Y}, SUM),
+    "sums added up": ({"loss_fn": total, "target": SOME, "reduction": "sum"}, ""),
+    "sums divided": ({"loss_fn": total, "target": SOME, "denominator": 4}, ""),
+    "a mean divided": ({"loss_fn": mean, "target": Y, "denominator": 8}, MEAN),
+    "means divided by their number": ({"loss_fn": mean, "target": Y, "denominator": 4}, ""),
+    "a sum of so many rows": ({"loss_fn": fixed, "target": Y}, ""),
+}
+
+
+def said(pipe: Any, *args: Any, **kwargs: Any) -> list[str]:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        pipe.forward_backward(*args, **kwargs)
+    return [str(each.message) for each in seen]
+
+
+@pytest.mark.parametrize("ready", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_not_the_loss_of_the_mini_batch_is_said_once(name: str, ready: bool) -> None:
+    options, expected = CASES[name]
+    options = dict(options)
+    args: Any = (X,)
+    if ready:
+        args, options["microbatches"] = (), list(X.chunk(4))
+        options["target"] = list(options["target"].chunk(4))
+    module = nn.Sequential(linear(3, 3), linear(3, 3))
+    with Pipe(module, [1, 1], devices=["cpu"] * 2, chunks=4) as pipe:
+        found = [said(pipe, *args, **options) for _ in range(4)]
+    assert [len(each) for each in found] == [bool(expected), 0, 0, 0]
+    if expected:
+        assert re.search(expected, found[0][0])
+
+
+def test_labels_of_ready_micro_batches_of_a_step_function_are_counted() -> None:
+    model = nn.Sequential(linear(3, 3), linear(3, 3))
+    batches = [{"x": x, "labels": t} for x, t in zip(X.chunk(4), SOME.chunk(4), strict=True)]
+    step: Callable[..., Any] = lambda b: mean(model(b["x"]), b["labels"])  # noqa: E731
+    with pipert.pipeline(model, ["1"], devices=["cpu"] * 2) as pipe:
+        with pytest.warns(UserWarning, match="2, 1, 1, 2 targets that count"):
+            pipe.forward_backward(microbatches=batches[:3] + batches[:1], step=step)
+
+
+def test_a_loss_function_is_called_once_for_each_micro_batch_after_it_is_known() -> None:
+    calls: list[int] = []
+
+    def loss(y: Tensor, t: Tensor) -> Tensor:
+        calls.append(len(y))
+        return mean(y, t)
+
+    module = nn.Sequential(linear(3, 3), linear(3, 3))
+    with Pipe(module, [1, 1], devices=["cpu"] * 2, chunks=4) as pipe:
+        for _ in range(8):
+            calls.append(0)
+            pipe.forward_backward(X, target=Y, loss_fn=loss)
+    assert calls == [0, 2, 2, 2, 2, 4, *[0, 2, 2, 2, 2] * 7]
