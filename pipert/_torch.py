@@ -202,12 +202,11 @@ STATE_TABLES = tuple(
 """Those that hold its parameters, buffers and modules, and which buffers are not persistent."""
 _needed("_forward_pre_hooks", nn.Identity())
 forward_pre_hooks: Callable[[nn.Module], Any] = operator.attrgetter("_forward_pre_hooks")
-_BACKWARD = ("_backward_hooks", "_backward_pre_hooks")
-_needed(_BACKWARD[1], nn.Identity())
-backward_hooks: Callable[[nn.Module], Any] = operator.attrgetter(*_BACKWARD)
+_needed("_backward_pre_hooks", nn.Identity())
+backward_hooks: Callable[[nn.Module], Any] = operator.attrgetter(
+    "_backward_hooks", "_backward_pre_hooks"
+)
 """The hooks of a module's backward, by the numbers of their handles, in two dicts."""
-global_backward_hooks = [_or({}, f"torch.nn.modules.module:_global{name}") for name in _BACKWARD]
-"""Those of all modules."""
 
 
 def has_hooks(module: nn.Module) -> bool:
