@@ -248,7 +248,6 @@ else:
 _needed("torch.utils._pytree:SUPPORTED_NODES")
 
 # Meta tensors to which the casts of a device apply
-FakeTensor: Any = _needed("torch._subclasses.fake_tensor:FakeTensor")
 FakeTensorMode: Any = _needed("torch._subclasses.fake_tensor:FakeTensorMode")
 
 # Modes of a thread --------------------------------------------------------------------------------
@@ -276,7 +275,7 @@ _needed("_current_level", forward_ad)
 forward_level: Callable[[], int] = partial(getattr, forward_ad, "_current_level", -1)
 """The level of forward-mode differentiation of the process; -1 if there is none."""
 
-is_traced_by_jit: Flag = _or(lambda: False, "torch.jit:is_tracing")
+is_traced_by_jit: Flag = getattr(torch.jit, "is_tracing", lambda: False)  # public
 """Deprecated with ``torch.jit``. The fallback lets ``torch.jit.trace`` trace a pipe, in which it
 sees no layers."""
 is_traced_by_fx: Flag = _or(lambda: False, "torch.fx._symbolic_trace:is_fx_symbolic_tracing")
