@@ -253,8 +253,6 @@ FakeTensorMode: Any = _needed("torch._subclasses.fake_tensor:FakeTensorMode")
 # Modes of a thread --------------------------------------------------------------------------------
 
 function_modes: Get = _needed("torch.overrides:_get_current_function_mode_stack")
-function_mode_count: Get = _needed("torch._C:_len_torch_function_stack")
-function_mode_at: Callable[[int], Any] = _needed("torch._C:_get_function_stack_at")
 push_function_mode: Callable[[Any], None] = _needed("torch._C:_push_on_torch_function_stack")
 pop_function_mode: Get = _needed("torch._C:_pop_torch_function_stack")
 
@@ -278,8 +276,6 @@ forward_level: Callable[[], int] = partial(getattr, forward_ad, "_current_level"
 is_traced_by_jit: Flag = getattr(torch.jit, "is_tracing", lambda: False)  # public
 """Deprecated with ``torch.jit``. The fallback lets ``torch.jit.trace`` trace a pipe, in which it
 sees no layers."""
-is_traced_by_fx: Flag = _or(lambda: False, "torch.fx._symbolic_trace:is_fx_symbolic_tracing")
-"""The fallback lets ``torch.fx`` trace a pipe, which fails in torch."""
 watcher: Get = _or(lambda: None, "torch._C:_dynamo.eval_frame.get_eval_frame_callback")
 """What torch.compile watches this thread with. The fallback lets it watch a pipe."""
 _or(True, "_cache_enabled", parametrize)

@@ -113,7 +113,7 @@ class NestedCheckpointError(PipertError):
 
 class TransformError(PipertError):
     """A pipe was called inside a ``torch.func`` transform, forward-mode differentiation, or code
-    that ``torch.compile``, ``torch.export``, ``torch.jit`` or ``torch.fx`` traces.
+    that ``torch.compile``, ``torch.export`` or ``torch.jit`` traces.
 
     These apply only to the thread that began them, not to the workers. Use ``backward`` or
     ``torch.autograd.grad``; compile each layer, then wrap the layers.

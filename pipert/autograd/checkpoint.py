@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -102,16 +102,16 @@ class _Recompute(torch.autograd.Function):
         return (None, *grads)
 
 
-def _refuse_compiled(_: object) -> None:
+def refuse_compiled_autograd(_: object = None) -> NoReturn:
     """Refuse compiled autograd, which would trace the recomputation inside of the backward."""
     raise TransformError(
-        "a backward under compiled autograd came to what is recomputed, which it cannot capture; "
-        "leave compiled autograd out, or use checkpoint='never'"
+        "compiled autograd captures one backward at a time, and no recomputation: leave it out, or "
+        "call the pipe, with checkpoint='never', and loss.backward()"
     )
 
 
 for _function in (_Checkpoint, _Recompute):
-    setattr(_function, COMPILED_KEY, staticmethod(_refuse_compiled))
+    setattr(_function, COMPILED_KEY, staticmethod(refuse_compiled_autograd))
 _apply_checkpoint, _apply_around_functions = applied(_Checkpoint), applied(_CheckpointOfFunctions)
 _apply_recompute = applied(_Recompute)
 

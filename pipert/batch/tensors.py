@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pipert._torch import pytree
 from pipert._typing import Tensors, Value
-from pipert.batch.trees import Layout, flatten, laid_out, layout_of
+from pipert.batch.trees import flatten, take_apart
 
 
 class Carried(NamedTuple):
@@ -32,15 +32,12 @@ def select(
     value: Value, wanted: Callable[[Tensor], object]
 ) -> tuple[Tensors, Callable[[Tensors], Value]]:
     """Return the ``wanted`` tensors of ``value``, and a function that rebuilds it with others."""
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor):  # by far the most common case, in every task
         return ((value,), _only) if wanted(value) else ((), lambda _: value)
     if isinstance(value, Carried):
         return _select_each(value, wanted)
     leaves: list[Any] = []
-    unflatten: Callable[[list[Any]], Value]
-    if (layout := layout_of(value, leaves)) is not None:
-        unflatten = partial(_laid_out, layout)
-    else:
+    if (unflatten := take_apart(value, leaves)) is None:
         leaves, spec = flatten(value)
         unflatten = partial(pytree.tree_unflatten, treespec=spec)
     places = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and wanted(leaf)]
@@ -56,13 +53,9 @@ def select(
         filled = list(leaves)
         for k, tensor in zip(places, each, strict=True):
             filled[k] = tensor
-        return unflatten(filled)
+        return unflatten(iter(filled))
 
     return selected, rebuild
-
-
-def _laid_out(layout: Layout, leaves: list[Any]) -> Value:
-    return laid_out(layout, iter(leaves))
 
 
 def _without_duplicates(tensors: Tensors) -> tuple[Sequence[int], Tensors]:
@@ -87,14 +80,12 @@ def _select_each(
 
 def differentiable(value: Value) -> tuple[Tensors, Callable[[Tensors], Value]]:
     """Select the tensors that require grad; see :func:`select`."""
-    if isinstance(value, Tensor):  # by far the most common case, in every task
-        return ((value,), _only) if value.requires_grad else ((), lambda _: value)
     return select(value, _requires_grad)
 
 
 def tensors_of(value: Value) -> tuple[Tensors, Callable[[Tensors], Value]]:
     """Select all tensors; see :func:`select`."""
-    return ((value,), _only) if isinstance(value, Tensor) else select(value, id)  # true of any
+    return select(value, id)  # true of any
 
 
 def describe(value: Value) -> str:

@@ -2,9 +2,9 @@
 
 torch recognises containers by their exact type. So it takes a ``UserDict``, such as the batches
 that tokenizers return, a ``MappingProxyType`` or an instance of a subclass of ``dict`` for a leaf.
-Here each of them is a node and is rebuilt as its own type: a copy with new items that keeps its
-other attributes. These types are not added to torch's registry, which other code also uses:
-instead, a mapping is replaced by a node of pipert's own type before it is flattened.
+Here each of them is a node, and is rebuilt by calling its type with a dict. These types are not
+added to torch's registry, which other code also uses: instead, a mapping is replaced by a node of
+pipert's own type before it is flattened.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 from collections import UserDict, deque
 from collections.abc import Callable, Iterable, Iterator
-from copy import copy
 from types import (
     BuiltinFunctionType,
     CellType,
@@ -66,48 +65,45 @@ def _is_size(value: Any) -> bool:
 def flatten(value: Value, is_leaf: Callable[[Any], bool] = _is_size) -> Leaves:
     """Return the leaves of ``value``, and the spec for ``pytree.tree_unflatten``.
 
-    Each mapping that torch does not know adds a leaf: its copy with ``None`` for each value, or an
-    empty ``MappingProxyType``. Containers for which ``is_leaf`` is true are leaves as well.
+    Containers for which ``is_leaf`` is true are leaves as well.
     """
     leaves, spec = pytree.tree_flatten(value, is_leaf)
-    if not ORDINARY.issuperset(map(type, leaves)) and any(map(_is_mapping, leaves)):
+    if any([isinstance(leaf, _MAPPINGS) for leaf in leaves]):
         return pytree.tree_flatten(_opened(value, is_leaf), is_leaf)
     return leaves, spec
 
 
-Layout = tuple[Any, tuple[Any, ...] | None, list[Any]]
-"""A container: its type, its keys if it is a dict, and for each item ``None`` for a leaf,
-or the layout of a container in it."""
+Rebuild = Callable[[Iterator[Any]], Any]
+"""Makes a container from the next leaves."""
 
 
-def layout_of(value: Any, leaves: list[Any]) -> Layout | None:
-    """Return the layout of nested tuples, lists and dicts, and add what is in them to ``leaves``.
+def take_apart(value: Any, leaves: list[Any]) -> Rebuild | None:
+    """Add what is in nested tuples, lists and dicts to ``leaves``; return how to rebuild them.
 
     ``None`` if there is anything else than these, named tuples and ordinary leaves, which a pytree
     may have. A pytree takes ten times as long.
     """
-    kind, items, within = type(value), value, list[Any]()
+    kind, items, within = type(value), value, list[Rebuild | None]()
+    keys: tuple[Any, ...] = ()
     if kind is dict:
-        items = value.values()
+        keys, items = tuple(value), value.values()
     elif kind is not tuple and kind is not list and not _is_named_tuple(kind):
         return None
     for item in items:
-        layout = None
+        part = None
         if type(item) in ORDINARY:
             leaves.append(item)
-        elif (layout := layout_of(item, leaves)) is None:
+        elif (part := take_apart(item, leaves)) is None:
             return None
-        within.append(layout)
-    return kind, tuple(value) if kind is dict else None, within
+        within.append(part)
 
+    def rebuild(left: Iterator[Any]) -> Any:
+        items = [next(left) if part is None else part(left) for part in within]
+        if kind is dict:
+            return dict(zip(keys, items, strict=True))
+        return kind(items) if kind is tuple or kind is list else kind._make(items)
 
-def laid_out(layout: Layout, leaves: Iterator[Any]) -> Any:
-    """Return the containers of a layout with the next ``leaves`` in them."""
-    kind, keys, within = layout
-    items = [next(leaves) if each is None else laid_out(each, leaves) for each in within]
-    if keys is not None:
-        return kind(zip(keys, items, strict=True))
-    return kind(items) if kind is tuple or kind is list else kind._make(items)
+    return rebuild
 
 
 def _is_named_tuple(kind: Any) -> bool:
@@ -154,9 +150,7 @@ def has_rows(value: Any) -> bool:
         return value.dim() > 0
     if type(value) in ORDINARY or isinstance(value, CLOSED):
         return False
-    attributes = getattr(value, "__dict__", ())
-    is_array = all(name in attributes or hasattr(type(value), name) for name in ("ndim", "shape"))
-    return is_array and bool(value.ndim)
+    return hasattr(value, "shape") and bool(getattr(value, "ndim", 0))
 
 
 def held_by(value: Any, closed: tuple[type, ...] = CLOSED) -> Iterator[Any]:
@@ -189,65 +183,37 @@ def held_by(value: Any, closed: tuple[type, ...] = CLOSED) -> Iterator[Any]:
 
 def is_opaque(value: Any) -> bool:
     """Return whether ``value`` is a leaf, and no container of leaves."""
-    return pytree.tree_is_leaf(value) and not _is_mapping(value)
+    return pytree.tree_is_leaf(value) and not isinstance(value, _MAPPINGS)
 
 
-class _MappingNode:
-    """A mapping as a node. Its first child is a template: the mapping with ``None`` values."""
-
-    __slots__ = ("children", "keys")
+class _Mapping(dict[Any, Any]):
+    """A mapping that torch takes for a leaf, as a node."""
 
     def __init__(self, mapping: Any, is_leaf: Callable[[Any], bool]) -> None:
-        self.keys = tuple(mapping)
-        template: Any = MappingProxyType({})
-        if not isinstance(mapping, MappingProxyType):
-            template = _filled(mapping, self.keys, [None] * len(self.keys))
-        self.children = [template, *[_opened(value, is_leaf) for value in mapping.values()]]
+        super().__init__({key: _opened(value, is_leaf) for key, value in mapping.items()})
+        self.context = type(mapping), tuple(self)
 
 
 def _opened(value: Value, is_leaf: Callable[[Any], bool]) -> Value:
     """Return ``value`` with each mapping that torch takes for a leaf replaced by a node."""
 
     def opened(leaf: Any) -> Any:
-        return _MappingNode(leaf, is_leaf) if _is_mapping(leaf) else leaf
+        return _Mapping(leaf, is_leaf) if isinstance(leaf, _MAPPINGS) else leaf
 
     return pytree.tree_map(opened, value, is_leaf=is_leaf)
 
 
-def _rebuilt(children: Iterable[Any], keys: tuple[Any, ...]) -> Any:
-    template, *values = children
-    if isinstance(template, MappingProxyType):
-        return MappingProxyType(dict(zip(keys, values, strict=True)))
-    return _filled(template, keys, values)
-
-
-def _filled(template: Any, keys: tuple[Any, ...], values: list[Any]) -> Any:
-    mapping = copy(template)
-    for key, value in zip(keys, values, strict=True):
-        mapping[key] = value
-    return mapping
-
-
-class _EmptyKey:
-    """The key of a mapping's template, which adds nothing to a path."""
-
-    def __str__(self) -> str:
-        return ""
-
-
-def _with_keys(node: _MappingNode) -> Any:
-    keys: list[Any] = [_EmptyKey(), *[pytree.MappingKey(key) for key in node.keys]]
-    return list(zip(keys, node.children, strict=True)), node.keys
+def _rebuilt(values: Iterable[Any], context: tuple[type[Any], tuple[Any, ...]]) -> Any:
+    kind, keys = context
+    return kind(dict(zip(keys, values, strict=True)))
 
 
 with contextlib.suppress(UnsupportedTorchError):  # raised again when a pipe is made
     pytree.register_pytree_node(
-        _MappingNode,
-        lambda node: (node.children, node.keys),
+        _Mapping,
+        lambda node: (list(node.values()), node.context),
         _rebuilt,
-        flatten_with_keys_fn=_with_keys,
-    )
-
-
-def _is_mapping(leaf: Any) -> bool:
-    return isinstance(leaf, _MAPPINGS)
+        flatten_with_keys_fn=lambda node: (
+            [(pytree.MappingKey(key), value) for key, value in node.items()], node.context
+        ),
+    )  # fmt: skip

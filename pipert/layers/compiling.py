@@ -15,8 +15,8 @@ the same moment. The rules:
    caller's context variables: in the one ``Context`` object that ``torch.autograd`` records for
    all its threads, which only one of them can enter at a time; the second would raise "cannot
    enter context". So each node of a compiled layer gets a copy of it before it runs (torch 2.13).
-5. A pipe cannot be compiled, exported, traced or scripted. Its layers run on threads that such
-   tools do not see, so they would capture pipert itself.
+5. A pipe cannot be compiled, exported or traced. Its layers run on threads that such tools do not
+   see, so they would capture pipert itself. torch.jit.script and torch.fx fail by themselves.
 """
 
 from __future__ import annotations
@@ -29,13 +29,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from pipert._torch import dispatch_modes, is_traced_by_fx, is_traced_by_jit, watcher
+from pipert._torch import is_traced_by_jit, watcher
 from pipert._typing import Value
+from pipert.autograd.checkpoint import refuse_compiled_autograd
 from pipert.autograd.thread_locals import get_thread_local, set_thread_local
 from pipert.batch.tensors import differentiable
 from pipert.errors import TransformError
 from pipert.layers.intercepted import compiled_call
 from pipert.layers.modules import modules_of
+from pipert.workers.context import NOTHING
 
 
 def refuse_compilation(is_step: bool = False) -> None:
@@ -46,13 +48,12 @@ def refuse_compilation(is_step: bool = False) -> None:
     Raises:
         TransformError: the call is one of these.
     """
-    if torch.compiler.is_exporting():
-        raise not_traced("torch.export")
-    if is_traced_by_jit():
-        raise not_traced("torch.jit.trace")
-    by_make_fx = "ProxyTorchDispatchMode" in [type(mode).__name__ for mode in dispatch_modes()]
-    if not by_make_fx and _is_traced_when_others_have_compiled():
-        raise not_traced("torch.fx.symbolic_trace")
+    if torch.compiler.is_exporting() or is_traced_by_jit():
+        by = "torch.export" if torch.compiler.is_exporting() else "torch.jit.trace"
+        raise TransformError(
+            f"{by} got a pipe, whose threads it does not see. Give it the layers: the plain "
+            "module, or nn.Sequential(*pipe), after moving them to one device if there are several"
+        )
     if torch.compiler.is_dynamo_compiling() or callable(watcher()):
         raise TransformError(
             "a pipe was called inside of torch.compile, which does not see the threads of the pipe "
@@ -62,18 +63,7 @@ def refuse_compilation(is_step: bool = False) -> None:
         )
     now = sys.modules.get("torch._dynamo.compiled_autograd")
     if is_step and torch.is_grad_enabled() and getattr(now, "compiled_autograd_enabled", False):
-        raise TransformError(
-            "a step of a pipe began under compiled autograd, which compiles one backward at a "
-            "time. Leave it out, or call the pipe, with checkpoint='never', and loss.backward()"
-        )
-
-
-def not_traced(by: str) -> TransformError:
-    """Return the error for a pipe that was given to ``by``, which makes a graph of a model."""
-    return TransformError(
-        f"{by} got a pipe, whose threads it does not see. Give it the layers: the plain module, or "
-        "nn.Sequential(*pipe), after moving them to one device if there are several"
-    )
+        refuse_compiled_autograd()
 
 
 def is_compiled(layer: nn.Module) -> bool:
@@ -90,18 +80,10 @@ def is_compiled_itself(module: nn.Module) -> bool:
     )
 
 
-def _is_traced_when_others_have_compiled() -> bool:
-    """Whether ``torch.fx`` traces this thread; if another thread compiles, wait for it first."""
-    lock: Any = getattr(sys.modules.get("torch._dynamo.convert_frame"), "compile_lock", None)
-    if lock is not None and is_traced_by_fx():
-        with lock:
-            pass
-    return is_traced_by_fx()
-
-
 def call_compiled(call: Callable[..., Value], *args: Any, **kwargs: Any) -> Value:
     """Call a compiled layer whose backward may run at the same time as other partitions'."""
-    _is_traced_when_others_have_compiled()
+    with getattr(sys.modules.get("torch._dynamo.convert_frame"), "compile_lock", NOTHING):
+        pass  # another thread has compiled
     makers = [x.grad_fn for x in differentiable((args, kwargs))[0]]
     value = call(*args, **kwargs)
     give_own_contexts(differentiable(value)[0], makers)

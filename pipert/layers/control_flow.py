@@ -53,5 +53,4 @@ def _checked(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 def _is_traced() -> bool:
     """Whether operations are being traced, or run on tensors without data."""
-    modes = _torch.dispatch_modes()
-    return any(type(mode).__name__ in _TRACING for mode in modes) or _torch.is_traced_by_jit()
+    return any(type(mode).__name__ in _TRACING for mode in _torch.dispatch_modes())

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import cache, partial
 from itertools import starmap
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ from pipert.engine.runtime import Function, Runtime
 from pipert.engine.waiting import still_busy
 from pipert.errors import PipelineTimeout
 from pipert.layers.batchnorm import DeferredStats
-from pipert.layers.compiling import not_traced, refuse_compilation
+from pipert.layers.compiling import refuse_compilation
 from pipert.layers.phase import is_recomputing
 from pipert.model.devices import refuse_other_devices
 from pipert.model.settings import (
@@ -374,10 +374,6 @@ class PipeBase(Settings):
         refuse_other_devices(fn, self._devices)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
-
-    def __prepare_scriptable__(self) -> NoReturn:
-        """Refuse ``torch.jit.script``, which calls this first."""
-        raise not_traced("torch.jit.script")
 
     def extra_repr(self) -> str:
         return f"chunks={self._chunks}, checkpoint={self._checkpoint_of(self._schedule)!r}"

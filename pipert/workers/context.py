@@ -77,16 +77,11 @@ def refuse_transforms() -> None:
         TransformError: the current thread is in a ``torch.func`` transform, or differentiates in
             forward mode.
     """
-    what = ""
-    if bool(transforms()):
-        what = "a torch.func transform such as grad, jvp or vmap"
-    elif forward_level() >= 0:
-        what = "forward-mode differentiation"
-    if what:
+    if transforms() or forward_level() >= 0:
         raise TransformError(
-            f"a pipe was called inside of {what}, which belongs to the calling thread: its workers "
-            "would compute without it. Use backward or torch.autograd.grad, or call the plain "
-            "module"
+            "a pipe was called inside of a torch.func transform, such as grad or vmap, or of "
+            "forward-mode differentiation, where its workers would compute without it. Use "
+            "backward or torch.autograd.grad, or call the plain module"
         )
 
 

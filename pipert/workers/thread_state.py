@@ -141,7 +141,7 @@ def modes(functions: list[Any], dispatches: list[Any]) -> Iterator[None]:
 
 
 def _set_modes(functions: list[Any], dispatches: list[Any]) -> None:
-    for _ in range(_torch.function_mode_count()):  # not by their methods, which may do more
+    for _ in _torch.function_modes():  # not by their methods, which may do more
         _torch.pop_function_mode()
     for mode in functions:
         _torch.push_function_mode(mode)

@@ -17,8 +17,6 @@ X = torch.ones(4, 3)
 jit: Any = torch.jit
 BY: dict[str, Callable[[nn.Module], Any]] = {
     "torch.export": lambda module: torch.export.export(module, (X,)),
-    "torch.fx.symbolic_trace": torch.fx.symbolic_trace,
-    "torch.jit.script": jit.script,
     "torch.jit.trace": lambda module: jit.trace(module, X),
 }
 
