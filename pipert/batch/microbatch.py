@@ -174,7 +174,8 @@ def scatter_with_sizes(
     alone = args[0] if args and not any([isinstance(x, Tensor) for x in leaves]) else None
     given = {"the input": alone, **kwargs}
     for name in ("the input", "input_ids", "labels", TARGET):
-        _refuse_numbers(name, given.get(name))
+        if isinstance(given.get(name), list):
+            _refuse_numbers(name, given[name])
 
     def path(k: int) -> str:
         found = path_of((args, kwargs), k)

@@ -94,7 +94,7 @@ class Segments:
         segment = Segment(self, again, copies)
         before = checkpoint_here.set(True)
         try:
-            with _autocast(settings):
+            with NOTHING if settings == NEW_THREAD_AUTOCAST else _autocast(settings):
                 y = segment.record(first, value, self._made)
         finally:
             checkpoint_here.reset(before)

@@ -111,14 +111,10 @@ def refuse_misspelt(
     Raises:
         TypeError: a keyword is. A layer that takes any keywords would ignore it.
     """
-    close = {name: difflib.get_close_matches(name, own, 1, 0.8) for name in given}
-    names = [name for name, found in close.items() if found]
-    if not names or layer is None:
-        return
-    taken = inspect.signature(layer.forward).parameters
-    for name in names:
-        if name not in taken:
-            [meant] = close[name]
+    for name in given:
+        close = difflib.get_close_matches(name, own, 1, 0.8)
+        if close and layer and name not in inspect.signature(layer.forward).parameters:
+            [meant] = close
             is_setting = name == meant
             remedy = f"set pipe.{name}" if is_setting else f"perhaps {meant}=... is meant"
             raise TypeError(
