@@ -94,8 +94,11 @@ class Segments:
         segment = Segment(self, again, copies)
         before = checkpoint_here.set(True)
         try:
-            with NOTHING if settings == NEW_THREAD_AUTOCAST else _autocast(settings):
+            if settings == NEW_THREAD_AUTOCAST:
                 y = segment.record(first, value, self._made)
+            else:
+                with _autocast(settings):
+                    y = segment.record(first, value, self._made)
         finally:
             checkpoint_here.reset(before)
         effect.note(y)

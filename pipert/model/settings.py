@@ -113,7 +113,7 @@ def refuse_misspelt(
     """
     for name in given:
         close = difflib.get_close_matches(name, own, 1, 0.8)
-        if close and layer and name not in inspect.signature(layer.forward).parameters:
+        if close and layer is not None and name not in inspect.signature(layer.forward).parameters:
             [meant] = close
             is_setting = name == meant
             remedy = f"set pipe.{name}" if is_setting else f"perhaps {meant}=... is meant"
