@@ -35,8 +35,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as recomputed
 
 import pipert
-from pipert.check import command
-from pipert.check.ways import Devices
+from pipert.check import description, gpus_of
 
 __all__ = ["main"]
 
@@ -161,9 +160,9 @@ class Program:
         out: the folder of the results.
     """
 
-    def __init__(self, devices: Devices, short: bool, out: Path) -> None:
+    def __init__(self, devices: Sequence[torch.device], short: bool, out: Path) -> None:
         self.devices, self.short, self.out = devices, short, out
-        self.first = devices.partitions[0]
+        self.first, self.n, self.gpus = devices[0], len(devices), gpus_of(devices)
         self.deadline = time.monotonic() + 60 * MINUTES
 
     def sections(self) -> Iterator[Callable[[], Section]]:
@@ -177,16 +176,25 @@ class Program:
         taken: dict[str, list[float]] = {name: [] for name in ways}
         for turn in range(1 if self.short else repeats + 2):
             for name, way in ways.items():
-                seconds = self.devices.timed(way)
+                self.synchronize()
+                started = time.perf_counter()
+                way()
+                self.synchronize()
+                seconds = time.perf_counter() - started
                 if turn >= 2 or self.short:
                     taken[name].append(seconds)
         return {name: median(seconds) for name, seconds in taken.items()}
 
+    def synchronize(self) -> None:
+        """Wait until all GPUs are idle."""
+        for gpu in self.gpus:
+            torch.cuda.synchronize(gpu)
+
     def pipe(self, given: Subject, model: nn.Module, checkpoint: str) -> pipert.ModulePipe:
-        n = self.devices.n
+        n = self.n
         cuts = [f"{given.prefix}.{given.layers * j // n}" for j in range(1, n)]
         return pipert.pipeline(
-            model, cuts, devices=list(self.devices.partitions), chunks=M, checkpoint=checkpoint
+            model, cuts, devices=list(self.devices), chunks=M, checkpoint=checkpoint
         )
 
     def arguments(self, given: Subject) -> dict[str, Any]:
@@ -196,7 +204,7 @@ class Program:
 
     def host(self) -> Section:
         """What the host pays for each layer of any model, recomputed and not."""
-        layers = 4 * self.devices.n if self.short else 16
+        layers = 4 * self.n if self.short else 16
         found = Section(
             "Host cost of a layer of any model, microseconds for each micro-batch",
             ("checkpoint", "dropout", "way", "us", "of"),
@@ -243,7 +251,7 @@ class Program:
 
     def one_micro_batch(self) -> Section:
         """A call of one micro-batch, and ``generate``, in the pipe and of the plain model."""
-        layers = 4 * self.devices.n if self.short else 16
+        layers = 4 * self.n if self.short else 16
         given = subject(self.first, layers, 64)
         plain = given.make().eval()
         model = deepcopy(plain)
@@ -268,29 +276,29 @@ class Program:
 
     def peaks(self) -> Section:
         """Peak memory of steps, beyond what was allocated before."""
-        columns = ("schedule", "checkpoint", *map(str, self.devices.gpus))
+        columns = ("schedule", "checkpoint", *map(str, self.gpus))
         found = Section("Peak memory of a step of eight micro-batches, MiB", columns)
-        if not self.devices.gpus:
+        if not self.gpus:
             found.text = "no CUDA device: torch does not count memory on a CPU"
             return found
         width, rows = (32, 64) if self.short else (2048, 4096)
         layers = [nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(16)]
-        n = self.devices.n
+        n = self.n
         balance = [16 * (j + 1) // n - 16 * j // n for j in range(n)]
         x = torch.randn(rows, width, device=self.first)
         for checkpoint in ("never", "always"):
-            with pipert.Pipe(nn.Sequential(*layers), balance, devices=self.devices.partitions,
+            with pipert.Pipe(nn.Sequential(*layers), balance, devices=self.devices,
                              chunks=8, checkpoint=checkpoint) as pipe:  # fmt: skip
                 for schedule in ("gpipe", "1f1b"):
                     for _ in range(2):  # the first makes workspaces and gradients
-                        before = [torch.cuda.memory_allocated(gpu) for gpu in self.devices.gpus]
-                        for gpu in self.devices.gpus:
+                        before = [torch.cuda.memory_allocated(gpu) for gpu in self.gpus]
+                        for gpu in self.gpus:
                             torch.cuda.reset_peak_memory_stats(gpu)
                         pipe.forward_backward(
                             x, loss_fn=lambda y, _: y.square().mean(), schedule=schedule
                         )
-                        self.devices.synchronize()
-                    now = [torch.cuda.max_memory_allocated(gpu) for gpu in self.devices.gpus]
+                        self.synchronize()
+                    now = [torch.cuda.max_memory_allocated(gpu) for gpu in self.gpus]
                     pairs = zip(now, before, strict=True)
                     sizes = [f"{(peak - start) / 2**20:.2f}" for peak, start in pairs]
                     found.rows.append((schedule, checkpoint, *sizes))
@@ -298,7 +306,7 @@ class Program:
 
     def repeats(self) -> Section:
         """Steps from one seed, which must have the same bits."""
-        given = subject(self.first, 2 * self.devices.n, 64, dropout=0.1)
+        given = subject(self.first, 2 * self.n, 64, dropout=0.1)
         begun = given.make().train()
         columns = ("schedule", "checkpoint", "same")
         found = Section("Steps from one seed, compared bit by bit", columns)
@@ -348,7 +356,7 @@ class Program:
 
     def check(self) -> Section:
         """``python -m pipert check``."""
-        names = ",".join(map(str, self.devices.partitions))
+        names = ",".join(map(str, self.devices))
         return self.run("The check", ["-m", "pipert", "check", "--devices", names,
                                       *(["--quick"] if self.short else [])])  # fmt: skip
 
@@ -357,7 +365,7 @@ class Program:
         title = "The paper's U-Net, beside torchgpipe"
         if lacking := [k for k in ("torchgpipe", "tqdm") if importlib.util.find_spec(k) is None]:
             return Section(title, text=f"not run: no {' and no '.join(lacking)} here")
-        names = ",".join(map(str, self.devices.partitions))
+        names = ",".join(map(str, self.devices))
         scale = ["--scale", "tiny"] if self.short else []
         file = ["--json", str(self.out / "unet.json")]
         script = str(ROOT / "benchmarks" / "unet_speed.py")
@@ -366,7 +374,7 @@ class Program:
     def tests(self) -> Section:
         """The tests marked ``cuda``, on one GPU those that need no more."""
         title = "Tests marked cuda"
-        if importlib.util.find_spec("pytest") is None or not self.devices.gpus:
+        if importlib.util.find_spec("pytest") is None or not self.gpus:
             return Section(title, text="not run: no pytest, or no GPU, here")
         marked = "cuda" if torch.cuda.device_count() > 1 else "cuda and not multi_gpu"
         which = ["tests/cuda/test_cuda.py"] if self.short else []
@@ -405,11 +413,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments.out.mkdir(parents=True, exist_ok=True)
     gpus = [f"cuda:{k}" for k in range(torch.cuda.device_count())] or ["cpu"]
     names = arguments.devices.split(",") if arguments.devices else gpus
-    partitions = list(map(torch.device, names * 2 if len(names) == 1 else names))
-    devices = Devices(tuple(partitions))
+    devices = list(map(torch.device, names * 2 if len(names) == 1 else names))
     program = Program(devices, arguments.short, arguments.out)
     remarks = ["--short: tried, not measured"] if arguments.short else []
-    about = [*command.description(devices), *remarks]
+    about = [*description(devices), *remarks]
     found = []
     for measure in program.sections():
         begin = time.monotonic()

@@ -7,9 +7,9 @@ import sys
 from collections.abc import Sequence
 
 import pipert
-from pipert.check import command, demo
+from pipert import check, demo
 
-_TOOLS = (demo, command)
+_TOOLS = (demo, check)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

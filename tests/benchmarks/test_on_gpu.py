@@ -12,8 +12,6 @@ import on_gpu
 import pytest
 import torch
 
-from pipert.check.ways import Devices
-
 
 def test_a_measurement_that_fails_is_printed_and_the_others_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -44,7 +42,7 @@ def test_a_program_that_takes_too_long_is_broken_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(on_gpu, "MINUTES", 0.0)
-    program = on_gpu.Program(Devices((torch.device("cpu"),)), True, tmp_path)
+    program = on_gpu.Program([torch.device("cpu")], True, tmp_path)
     slow = "import time; print('begun', flush=True); time.sleep(100)"
     found = program.run("A program", ["-c", slow])
     assert found.failed and "broken off" in found.text and "begun" in found.text

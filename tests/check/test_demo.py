@@ -26,7 +26,7 @@ def test_the_demo_leaves_what_it_says(
     else:
         find: Any = importlib.util.find_spec
         monkeypatch.setattr(
-            "pipert.check.demo.find_spec", lambda name: find(name) if name != "matplotlib" else None
+            "pipert.demo.find_spec", lambda name: find(name) if name != "matplotlib" else None
         )
     assert main(["demo", "--seconds", "1", "--out", str(tmp_path / "new" / "folder")]) == 0
     said = capsys.readouterr().out
