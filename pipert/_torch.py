@@ -202,12 +202,11 @@ STATE_TABLES = tuple(
 """Those that hold its parameters, buffers and modules, and which buffers are not persistent."""
 _needed("_forward_pre_hooks", nn.Identity())
 forward_pre_hooks: Callable[[nn.Module], Any] = operator.attrgetter("_forward_pre_hooks")
-_BACKWARD = ("_backward_hooks", "_backward_pre_hooks")
-_needed(_BACKWARD[1], nn.Identity())
-backward_hooks: Callable[[nn.Module], Any] = operator.attrgetter(*_BACKWARD)
+_needed("_backward_pre_hooks", nn.Identity())
+backward_hooks: Callable[[nn.Module], Any] = operator.attrgetter(
+    "_backward_hooks", "_backward_pre_hooks"
+)
 """The hooks of a module's backward, by the numbers of their handles, in two dicts."""
-global_backward_hooks = [_or({}, f"torch.nn.modules.module:_global{name}") for name in _BACKWARD]
-"""Those of all modules."""
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -249,7 +248,6 @@ else:
 _needed("torch.utils._pytree:SUPPORTED_NODES")
 
 # Meta tensors to which the casts of a device apply
-FakeTensor: Any = _needed("torch._subclasses.fake_tensor:FakeTensor")
 FakeTensorMode: Any = _needed("torch._subclasses.fake_tensor:FakeTensorMode")
 
 # Modes of a thread --------------------------------------------------------------------------------
@@ -275,7 +273,7 @@ _needed("_current_level", forward_ad)
 forward_level: Callable[[], int] = partial(getattr, forward_ad, "_current_level", -1)
 """The level of forward-mode differentiation of the process; -1 if there is none."""
 
-is_traced_by_jit: Flag = _or(lambda: False, "torch.jit:is_tracing")
+is_traced_by_jit: Flag = getattr(torch.jit, "is_tracing", lambda: False)  # public
 """Deprecated with ``torch.jit``. The fallback lets ``torch.jit.trace`` trace a pipe, in which it
 sees no layers."""
 watcher: Get = _or(lambda: None, "torch._C:_dynamo.eval_frame.get_eval_frame_callback")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Never
 
 from torch import nn
 
@@ -15,6 +15,7 @@ from pipert.balance.calls import as_arguments, micro_batches
 from pipert.batch.microbatch import arguments_of
 from pipert.model.device_map import cuts_of_device_map, has_device_map, remove_hooks
 from pipert.model.devices import default_devices, devices_and_workers, parse_devices
+from pipert.model.settings import refuse_unknown
 from pipert.pipes.base import PipeBase
 from pipert.pipes.module_pipe import ModulePipe
 from pipert.schedules.plan import Schedule
@@ -34,6 +35,7 @@ def pipeline(
     schedule: str | Schedule = "1f1b",
     deferred_batch_norm: bool | None = None,
     timeout: float | None = None,
+    **unknown: Never,
 ) -> ModulePipe:
     """Make a pipe from any module, without rewriting it.
 
@@ -72,6 +74,7 @@ def pipeline(
             or can never be called; or neither cuts nor an example is given.
         TypeError: ``model`` is not an ``nn.Module``, or has layers that stash and pop skips.
     """
+    refuse_unknown("pipeline", unknown)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {model!r}")
     if isinstance(model, PipeBase):
@@ -97,6 +100,7 @@ def pipeline(
     if example is not None:
         example = as_arguments(micro_batches(arguments_of(example), chunks)[0])
     while (older := pipe_of(model)) is not None and older.module is model:
+        older._runtime.pool.closed_by = " when another pipe of the model was made"
         older.close()
     if has_device_map(model):
         remove_hooks(model)

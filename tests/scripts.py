@@ -72,7 +72,7 @@ exec(compile(next_script(), "<string>", "exec"))
 
 
 def run(
-    script: str, fresh: bool = False, whole_end: bool = False
+    script: str, fresh: bool = False, whole_end: bool = False, seconds: float = SECONDS
 ) -> subprocess.CompletedProcess[str]:
     """Runs a script; warnings are errors.
 
@@ -80,6 +80,7 @@ def run(
         script: Python code, including its imports.
         fresh: whether to run it in a new interpreter, which has imported nothing.
         whole_end: whether the process ends as after ``python -c``, including destructors.
+        seconds: after which a fresh interpreter is killed; the test needs a longer limit, too.
 
     Raises:
         subprocess.TimeoutExpired: the script took too long and was killed.
@@ -87,7 +88,7 @@ def run(
     script = script if fresh else first + script
     if fresh or not hasattr(os, "fork") or not os.path.exists("/proc/self/task"):
         return subprocess.run(
-            [*PYTHON, FRESH + script], cwd=ROOT, capture_output=True, text=True, timeout=SECONDS
+            [*PYTHON, FRESH + script], cwd=ROOT, capture_output=True, text=True, timeout=seconds
         )
     with tempfile.TemporaryDirectory() as folder:
         stdout, stderr = Path(folder, "stdout"), Path(folder, "stderr")

@@ -54,7 +54,8 @@ def given(page: Path) -> dict[str, object]:
     x, target = torch.randn(16, 8), torch.randn(16, 8)
     llama = Blocks()
     return {"nn": nn, "a": a, "b": b, "c": c, "d": d, "data": [(x, target)], "llama": llama,
-            "batch": {"x": x}, "loader": [({"x": x}, target)], "loss_fn": nn.functional.mse_loss,
+            "batch": {"x": x, "labels": target}, "loader": [{"x": x, "labels": target}],
+            "loss_fn": nn.functional.mse_loss,
             "optimizer": torch.optim.SGD(llama.parameters(), lr=0.1)}  # fmt: skip
 
 
@@ -65,10 +66,10 @@ class Blocks(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         for layer in self.layers:
             x = x + layer(x)
-        return x
+        return {"logits": x, "loss": nn.functional.mse_loss(x, labels)}
 
 
 @pytest.mark.slow

@@ -166,9 +166,10 @@ def test_an_assistant_may_be_in_a_pipe_as_well(piped: str) -> None:
 
 @pytest.mark.multi_gpu
 @pytest.mark.parametrize("name", MODELS)
-def test_tokens_across_gpus_are_the_plain_models(name: str) -> None:
+def test_tokens_across_gpus_are_the_plain_models_in_the_pipe_and_after_it(name: str) -> None:
     build, cuts, batch = MODELS[name]
     expected, model = generate(build(), batch(), do_sample=False), build()
     with in_pipe(model, cuts, GPUS) as pipe:
         assert torch.equal(generate(model, batch(), do_sample=False), expected)
         assert {str(weight.device) for weight in pipe.parameters()} == set(GPUS)
+    assert torch.equal(generate(model, batch(), do_sample=False), expected)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pipert import Pipe, PipeClosedError, never_recompute, pipeline, plan_for
+from pipert.planning.candidate import text_of
 
 CPUS = ["cpu", "cpu"]
 X = torch.ones(8, 4)
@@ -53,7 +54,35 @@ def backward_again() -> None:
         pipe.forward_backward(X, loss_fn=lambda y, _: y.sum()).backward()
 
 
+def closed_by_another() -> None:
+    model = Chain()
+    first = pipeline(model, ["layers.2"], devices=CPUS)
+    with pipeline(model, ["layers.1"], devices=CPUS):
+        first(X)
+
+
+def step(loss_fn: Any, **options: Any) -> None:
+    with Pipe(layers(), [2, 2], devices=CPUS, chunks=2) as pipe:
+        pipe.forward_backward(X, loss_fn=loss_fn, **options)
+
+
+def call(*args: Any, **kwargs: Any) -> None:
+    class Labelled(Chain):
+        def forward(self, input_ids: Tensor, labels: Any = None) -> Tensor:
+            return super().forward(input_ids)
+
+    with pipeline(Labelled(), ["layers.2"], devices=CPUS, chunks=2) as pipe:
+        pipe(*args, **kwargs)
+
+
+def reported() -> None:
+    with Pipe(layers(), [2, 2], devices=CPUS) as pipe, pipe.record() as timeline:
+        pass
+    timeline.report()
+
+
 PLAN: dict[str, Any] = {"memory": "1GiB"}
+LIST = [[1.0] * 4] * 8
 
 
 class Takes(Chain):
@@ -135,6 +164,69 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: Pipe(wrong(Chain())), TypeError,
         r"must be an nn.Sequential, got Chain; use pipert.pipeline\(model, example=batch\)",
     ),
+    "a balance for a model": (
+        lambda: pipeline(Chain(), balance=wrong([2, 2]), devices=CPUS), TypeError,
+        "pipeline takes no balance=...; balance and devices divide a Sequential in Pipe; cuts",
+    ),
+    "cuts for a Pipe": (
+        lambda: Pipe(layers(), cuts=wrong(["2"])), TypeError, "Pipe takes no cuts=...; balance",
+    ),
+    "the micro-batches of others": (
+        lambda: Pipe(layers(), [2, 2], num_microbatches=wrong(2)), TypeError,
+        "Pipe takes no num_microbatches=...; chunks is the number of micro-batches",
+    ),
+    "a device of no kind": (
+        lambda: Pipe(layers(), [2, 2], devices=["gpu0", "gpu1"]), ValueError,
+        "devices are named 'cuda:0' or 'cpu', got 'gpu0'",
+    ),
+    "a text for a timeout": (
+        lambda: Pipe(layers(), [2, 2], devices=CPUS, timeout=wrong("60")), TypeError,
+        "timeout must be a positive number of seconds or None, got '60'",
+    ),
+    "no memory to plan for": (
+        lambda: plan_for(layers(), X, memory=wrong(None), devices=CPUS), ValueError,
+        "memory is a number of bytes, or a text such as '20GiB', got None",
+    ),
+    "the name of an optimizer": (
+        lambda: plan_for(layers(), X, optimizer=wrong("adamw"), devices=CPUS, **PLAN), TypeError,
+        "optimizer must be one, or its class, such as torch.optim.AdamW, got 'adamw'",
+    ),
+    "a loss that is no tensor any more": (
+        lambda: step(lambda y, _: y.sum().item()), TypeError,
+        r"got float; return the tensor itself, as in y.sum\(\), without .item\(\)",
+    ),
+    "a loss of a model that got no labels": (
+        lambda: step(lambda y, _: None), TypeError,
+        "got NoneType; a model that computes its loss does so if it gets labels",
+    ),
+    "an output for a loss": (
+        lambda: step(lambda y, _: {"logits": y}), TypeError,
+        "return its loss, such as output.loss, not the output of the model",
+    ),
+    "a denominator of zero": (
+        lambda: step(lambda y, _: y.sum(), denominator=0), ValueError,
+        "denominator must be finite and positive, got 0",
+    ),
+    "a list for the input": (
+        lambda: call(LIST), TypeError, "the input must be a tensor, got a list of numbers; write",
+    ),
+    "a list for the tokens": (
+        lambda: call(input_ids=LIST), TypeError, "input_ids must be a tensor, got a list",
+    ),
+    "a list for the labels": (
+        lambda: call(X, labels=[0] * 8), TypeError, "labels must be a tensor, got a list",
+    ),
+    "a list for the target": (
+        lambda: step(nn.functional.mse_loss, target=LIST), TypeError,
+        "target must be a tensor, got a list of numbers",
+    ),
+    "a recording without a call": (
+        reported, ValueError, "no complete call in this timeline; call the pipe inside",
+    ),
+    "a pipe that another one of the model has closed": (
+        closed_by_another, PipeClosedError,
+        "the pipe was closed when another pipe of the model was made; make a new one",
+    ),
     "a backward after a step": (
         backward_again, RuntimeError, "does not require grad and does not have a grad_fn",
     ),
@@ -162,6 +254,34 @@ def test_a_mistake_is_explained(mistake: str) -> None:
     make, kind, told = MISTAKES[mistake]
     with pytest.raises(kind, match=told):
         make()
+
+
+def test_an_example_in_a_list_is_explained() -> None:
+    for make in (pipeline, plan_for):
+        with pytest.raises(TypeError) as caught:
+            wrong(make)(Chain(), example=[X], devices=CPUS, **PLAN if make is plan_for else {})
+        assert "arguments are a tuple: example=(x,)" in "".join(caught.value.__notes__)
+
+
+def test_a_model_that_moved_to_meta_under_its_pipe_is_explained() -> None:
+    model = Chain()
+    with pipeline(model, ["layers.2"], devices=CPUS) as pipe:
+        model.to("meta")
+        with pytest.raises(RuntimeError, match="meta") as caught:
+            pipe(X)
+        assert "the model was moved to 'meta': make a new pipe" in "".join(caught.value.__notes__)
+
+
+def test_a_pipe_shows_the_checkpoint_that_its_steps_use() -> None:
+    with Pipe(layers(), [2, 2], devices=CPUS, chunks=2) as pipe:
+        assert "checkpoint='never'" in repr(pipe)
+        pipe.schedule = "gpipe"
+        assert "checkpoint='except_last'" in repr(pipe)
+
+
+def test_sizes_are_shown_with_three_digits_or_four() -> None:
+    found = [text_of(size) for size in (1000, 1023, 1024, 1500 * 2**10)]
+    assert found == ["1000 B", "1023 B", "1 KiB", "1.46 MiB"]
 
 
 def test_a_step_without_a_micro_batch_is_explained() -> None:

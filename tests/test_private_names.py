@@ -84,9 +84,12 @@ print(json.dumps(run_of))
 '''
 
 
+LONG = 500.0  # s: a process for each of a dozen names, on a machine that may be busy
+
+
 def results_without(names: list[str]) -> dict[str, list[str]]:
     """Makes two pipes and takes steps with them, once without each of the names."""
-    done = scripts.run(f"NAMES = {names}\n{SCRIPT}", fresh=True)
+    done = scripts.run(f"NAMES = {names}\n{SCRIPT}", fresh=True, seconds=LONG)
     assert done.returncode == 0, done.stderr
     found: dict[str, list[str]] = json.loads(done.stdout)
     return found
@@ -98,6 +101,7 @@ parts = pytest.mark.parametrize("part", PARTS)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(LONG + 60)
 @parts
 def test_a_pipe_without_a_needed_name_is_refused_when_it_is_made(part: int) -> None:
     names = _torch.NEEDED[part::4]
@@ -109,6 +113,7 @@ def test_a_pipe_without_a_needed_name_is_refused_when_it_is_made(part: int) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(LONG + 60)
 @parts
 def test_a_pipe_without_any_other_name_is_right(part: int) -> None:
     for path, found in results_without(_torch.OTHERS[part::4]).items():
@@ -154,11 +159,12 @@ print(json.dumps(run_of))
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(LONG + 60)
 @parts
 def test_pipert_can_be_imported_where_torch_lacks_a_name(part: int) -> None:
     names = [path for path in [*_torch.NEEDED, *_torch.OTHERS] if ":" in path]
     names = [path for path in names if path not in STAYS]
-    done = scripts.run(f"NAMES = {names[part::4]}\n{WITHOUT}", fresh=True)
+    done = scripts.run(f"NAMES = {names[part::4]}\n{WITHOUT}", fresh=True, seconds=LONG)
     assert done.returncode == 0, done.stderr
     found: dict[str, str] = json.loads(done.stdout)
     assert {path: how for path, how in found.items() if how != "imported"} == {}

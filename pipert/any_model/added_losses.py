@@ -69,10 +69,10 @@ class LossesAddUp:
         self._calls += 1
         return items.kind not in self._known or self._calls & (self._calls - 1) == 0
 
-    def note(self, items: NumberOfItems, adds_up: bool, check: LossCheck) -> None:
+    def note(self, check: LossCheck, adds_up: bool) -> None:
         """Remember what a check has found, if it is clear."""
         if check.is_clear or not adds_up:
-            self._known[items.kind] = adds_up
+            self._known[check.items.kind] = adds_up
 
     def take_step(
         self, model: Any, arguments: Mapping[str, Any], call: StepCall,
@@ -92,10 +92,10 @@ class LossesAddUp:
         try:
             found = take(added._replace(target=target, loss_fn=check.own_loss))
         except LossesDoNotAddUp:
-            self.note(items, False, check)
+            self.note(check, False)
             before.restore()
             return take(call if items.is_counted else call._replace(chunks=1))
-        self.note(items, True, check)
+        self.note(check, True)
         return found
 
 
@@ -129,7 +129,7 @@ class LossCheck:
     """Whether a comparison has shown that losses add up; a loss of no labels shows nothing."""
 
     def __init__(self, model: nn.Module, items: NumberOfItems) -> None:
-        self._model, self._items = model, items
+        self._model, self.items = model, items
 
     def around(self, call: Callable[..., Any], named: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``call``, which calls the model, with a look at the first micro-batch."""
@@ -161,9 +161,11 @@ class LossCheck:
         numbers = [x for x in tensors_of(output)[0] if not x.dim()]
         if loss is None or logits is None or logits.dim() <= labels.dim() or len(numbers) > 1:
             raise LossesDoNotAddUp
-        count = _count(self._model, arguments) if self._items.is_counted else None
-        if added := logits.size(labels.dim() - 1) - labels.size(-1):  # by prompts of peft
-            labels = nn.functional.pad(labels, (added, 0), value=-100)
+        count = _count(self._model, arguments) if self.items.is_counted else None
+        added = logits.size(labels.dim() - 1) - labels.size(-1)  # by prompts of peft
+        labels = nn.functional.pad(labels, (max(added, 0), 0), value=-100)
+        if labels.is_floating_point() or labels.shape != logits.shape[:-1]:
+            raise LossesDoNotAddUp
         function: Any = self._model.loss_function
         taken = inspect.signature(function).parameters
         options = {k: v for k, v in arguments.items() if k in taken}
@@ -176,7 +178,7 @@ class LossCheck:
         Raises:
             LossesDoNotAddUp: it is another one, or something else divides it.
         """
-        number = self._items.number
+        number = self.items.number
         if isinstance(number, Tensor):
             number = number.to(loss.device)
         with torch.no_grad():

@@ -60,8 +60,10 @@ class AnyModel:
         self._begun = {name: p._modules[name] for name, p in zip(cuts, partitions[1:], strict=True)}
         self._model = Layered(self.partitions, routes(self.partitions), copies_weights=False)
         self._shared = SharedState([module], partitions)
-        intercept((*self.layers, *self.layers.encoders))
-        if len(set(devices)) > 1:
+        self._intercepted = [*self.layers.encoders, *self.layers]
+        intercept(self._intercepted)
+        if len(set(devices)) > 1:  # also when the pipe is closed: they stay on their devices
+            self._intercepted = [*self.layers.encoders]
             for layer in self.layers.values():
                 calls_of(layer.module).bring = partial(self.layers.call_by_itself, layer, devices)
 
@@ -124,8 +126,7 @@ class AnyModel:
 
     def to_end(self) -> Callable[[], None]:
         """Return a function that stops the threads and the interception. Keeps no module alive."""
-        own = weakref.WeakSet((*self.layers, *self.layers.encoders))
-        return partial(_end, self.threads, own)
+        return partial(_end, self.threads, weakref.WeakSet(self._intercepted))
 
 
 def _look_behind(

@@ -142,7 +142,7 @@ class Routed(Guest):
     ) -> Any:  # fmt: skip
         """Call the module in its pipe, as ``call`` does for each micro-batch."""
         arguments, first = self.named(args, kwargs), _first_tensor((*args, *kwargs.values()))
-        items = self.losses.number_of(self._module, arguments)
+        items = None if pipe.chunks == 1 else self.losses.number_of(self._module, arguments)
         makes_cache = self._makes_cache(arguments)
         why = self._why_in_one(arguments, first, items is not None, makes_cache)
         changed, whole, check = dict[str, Any](), (args, kwargs), None
@@ -168,13 +168,12 @@ class Routed(Guest):
                 _refuse_numbers if items is None else _Sum(), seconds,
             )  # fmt: skip
         except LossesDoNotAddUp:
-            if items is None or before is None or check is None:
-                raise
-            self.losses.note(items, False, check)
+            assert check is not None and before is not None
+            self.losses.note(check, False)
             before.restore()
             return self.run_in(pipe, call, args, kwargs, seconds)  # in one micro-batch
-        if check is not None and items is not None:
-            self.losses.note(items, True, check)
+        if check is not None:
+            self.losses.note(check, True)
         return y
 
     def _warn_of_loss(self, pipe: Runs) -> None:

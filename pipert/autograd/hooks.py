@@ -31,8 +31,7 @@ def refuse(_: Any) -> Tensor:
     """Refuse to read a tensor that was not saved."""
     raise RecomputationError(
         "a backward came through the forward of a micro-batch whose activations are not kept: "
-        "a layer ran it through itself, or has stored what a loss or another layer uses, maybe in "
-        "an object that is no pytree; return it as a tensor, exempt the layer with "
+        "a layer ran it through itself, or has stored what a loss uses; exempt it with "
         "pipert.never_recompute, or use checkpoint='never'"
     )
 
@@ -110,11 +109,9 @@ class _HookOnSum:
         return None if is_part else self._hook(tensor)
 
 
-def hiding_partial_gradients(
-    leaves: Iterable[Tensor], compute: Callable[..., T], *args: Any, **kwargs: Any
-) -> T:
-    """Return ``compute(*args, **kwargs)``, during which no hook on ``leaves`` is called."""
-    before, hidden = get_thread_local(_HIDDEN), set[int]()
+def hiding_partial_gradients(leaves: Iterable[Tensor], compute: Callable[..., T], *args: Any) -> T:
+    """Return ``compute(*args)``, during which no hook on ``leaves`` is called."""
+    hidden = set[int]()
     for leaf in leaves:
         for hooks in filter(None, (tensor_hooks(leaf), hooks_on_grad(leaf))):
             hidden.add(id(leaf))
@@ -122,11 +119,12 @@ def hiding_partial_gradients(
                 if not isinstance(hook, _HookOnSum):
                     hooks[number] = _HookOnSum(hook, id(leaf))
     if not hidden:
-        return compute(*args, **kwargs)
+        return compute(*args)
+    before = get_thread_local(_HIDDEN)
     hidden.update(before or ())
     try:
         set_thread_local(_HIDDEN, hidden)
-        return compute(*args, **kwargs)
+        return compute(*args)
     finally:
         hidden.clear()  # no call of Python, so no interrupt comes before
         remove_thread_local(_HIDDEN) if before is None else set_thread_local(_HIDDEN, before)

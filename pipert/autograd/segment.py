@@ -18,7 +18,7 @@ costs as much as a small operation. So:
    inputs and leaves. There the graph of ``F`` stays, and *Recompute* fills in its saved tensors
    (and see :func:`.origins`).
 6. A layer may have kept a part of ``F``'s graph, such as a loss of its own. A backward from there
-   reads a number in place of a saved tensor, which is refused.
+   reads a number in place of a saved tensor, and recomputes on the spot.
 """
 
 from __future__ import annotations
@@ -88,6 +88,9 @@ class Group(Protocol):
 
     def recompute(self, on_worker: bool) -> None:
         """Recompute all segments of the group."""
+
+    def fill(self, segment: Segment) -> None:
+        """Fill the graph of one segment's ``F``, after the earlier ones whose outputs are used."""
 
 
 class Segment:
@@ -216,7 +219,7 @@ class Segment:
             self.outputs = tensors_of(y)[0]
         return y
 
-    def _build(self) -> Graph:
+    def build(self) -> Graph:
         """Compute the segment again and return its graph.
 
         Raises:
@@ -227,8 +230,8 @@ class Segment:
         del tensors
         return Graph(xs, edges_of(differentiable(self._compute(value))[0]))
 
-    def _fill(self) -> dict[int, tuple[Any, int]]:
-        """Compute the segment again and return the tensors it saves, by number, with versions.
+    def fill(self) -> None:
+        """Compute the segment again and keep the tensors it saves, by number, with versions.
 
         If the caller has saved-tensor hooks, the tensors are packed by them.
 
@@ -256,16 +259,16 @@ class Segment:
                 "forward and backward only; put loss.backward() into the same block, or use "
                 "checkpoint='never'"
             )
-        return found
+        self._saved = found
 
     def recompute(self) -> None:
         """Compute the segment again, and keep what the next backward needs."""
         if self._is_pair:
-            self._graph = self._build()
+            self._graph = self.build()
         elif self._saves:
-            self._saved = self._fill()
+            self.fill()
         elif self.is_used:
-            self._build()
+            self.build()
 
     @property
     def is_missing(self) -> bool | None:
@@ -301,11 +304,14 @@ class Segment:
         return [next(rest) if is_needed else None for is_needed in needed]
 
     def _take(self, number: int) -> Tensor:
-        """Return the tensor that ``F`` saved as ``number``, recomputing if necessary."""
-        if self._saves < 0 or self._is_pair:
-            refuse(number)  # rule 6
+        """Return the tensor that ``F`` saved as ``number``, recomputing if necessary (rule 6)."""
         if number not in self._saved:
-            self._group.recompute(False)
+            if self._saves < 0:
+                refuse(number)
+            if self._is_pair:
+                self._group.fill(self)
+            else:
+                self._group.recompute(False)
         value, before = self._saved.pop(number)
         if self._group.hooks is not None:
             return self._group.hooks[1](value)  # type: ignore[no-any-return]

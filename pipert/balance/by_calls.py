@@ -22,7 +22,7 @@ from pipert._typing import Device, Value
 from pipert.balance.by_cost import balance_by_cost, check_partitions
 from pipert.balance.calls import measure_calls, measuring_device
 from pipert.balance.cost import Cost
-from pipert.balance.measure import counting, repeated, time_once
+from pipert.balance.measure import counting, once_for_equal, repeated, time_once
 from pipert.batch.microbatch import Arguments, arguments_of
 from pipert.layers.compiling import is_compiled_itself
 from pipert.model.cuts import is_called, layers_of
@@ -86,7 +86,8 @@ def find_blocks(
     def measure(cuts: set[str], upstream: dict[str, set[str]]) -> Times:
         layers = layers_of(model, cuts)
         begins = {name for name, layer in layers.items() if name in cuts or _has_parameters(layer)}
-        costs = measure_calls(model, layers, begins, example, device, measured, upstream=upstream)
+        once = once_for_equal(measured)
+        costs = measure_calls(model, layers, begins, example, device, once, upstream=upstream)
         return {name: cost.seconds for name, cost in costs.items()}
 
     with counting("finding where the model can be cut", time_once) as measured:

@@ -34,7 +34,7 @@ from pipert._typing import Device, Value
 from pipert.autograd.hooks import without_hooks
 from pipert.balance.cost import Cost, joined, total, without
 from pipert.balance.measure import Call, Storages, collecting_saved, now, weights_of
-from pipert.batch.microbatch import Arguments, explain_keywords, scatter
+from pipert.batch.microbatch import Arguments, explain_example, scatter
 from pipert.batch.tensors import Carried, tensors_of
 from pipert.layers.nested_checkpoint import checkpoint_around
 from pipert.model.calls import (
@@ -152,8 +152,7 @@ def measure_calls(
         try:
             then(model(*args, **kwargs))
         except TypeError as error:
-            if kwargs:
-                explain_keywords(error)
+            explain_example(error, args, kwargs)
             raise
         calls.end_own_code(())
     return calls.costs()
@@ -240,10 +239,11 @@ class _Calls:
             made = storages.alive(self.own_code.made)
             self._made |= made.keys()
             given = {k: b for k, b in storages.sizes(inputs).items() if k in made}
-            peak = 2 * total(saved) + total(given)
+            most = total({**used, **saved, **given})
+            peak = 3 * total(saved) + total(given)  # a cross entropy has two gradients at once
             cost = cost._replace(
-                inputs=used, outputs=made, saved=saved, kept=saved,
-                forward_peak=total({**used, **saved, **given}), backward_peak=peak, split_peak=peak,
+                inputs=used, outputs=made, saved=saved, kept=saved, forward_peak=most,
+                layer_peak=most, backward_peak=peak, split_peak=peak,
             )  # fmt: skip
         self._found[self._block].append(cost)
 
@@ -264,7 +264,7 @@ class _Calls:
         # Without the hooks of a checkpoint around layers.
         with self.gathering.paused(), self.keeping.paused(), without_hooks():
             cost, output = self._round.call(name, module, Carried(arguments, ()))
-        self._found[self._block].append(cost._replace(kept=cost.inputs))
+        self._found[self._block].append(cost)
         self._made |= cost.outputs.keys()
         nodes = [t.grad_fn for t in tensors_of(output)[0] if t.requires_grad]
         self._made_by.update(dict.fromkeys(nodes, upstream | {name}))

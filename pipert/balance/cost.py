@@ -48,9 +48,11 @@ class Cost(NamedTuple):
     later: Sizes = {}
     """What stays from ``B`` to ``W`` for the deferred gradients."""
     kept: Sizes = {}
-    """What stays of a recomputed micro-batch beside the inputs of its partition."""
+    """The part of ``saved`` that is not recomputed: of the model's own code, and of the loss."""
     forward_peak: int = 0
     """Bytes during the forward, inputs included."""
+    layer_peak: int = 0
+    """The same of its layer that needs most, alone: the rest is recomputed."""
     backward_peak: int = 0
     """Bytes during the backward, saved ones and gradients included."""
     split_peak: int = 0
@@ -75,6 +77,7 @@ def _joined(a: Cost, b: Cost) -> Cost:
         {**a.inputs, **arriving}, {**a.outputs, **b.outputs}, {**a.saved, **b.saved},
         {**a.later, **b.later}, {**a.kept, **b.kept},
         max(a.forward_peak + beside, total(without(a.saved, b.inputs)) + b.forward_peak),
+        max(a.layer_peak, b.layer_peak),
         max(total(after) + b.backward_peak, a.backward_peak + beside + gradients),
         max(total(after) + b.split_peak, a.split_peak + beside + left),
         a.kind + b.kind,
@@ -83,11 +86,12 @@ def _joined(a: Cost, b: Cost) -> Cost:
 
 def joined(costs: Sequence[Cost]) -> Cost:
     """Return the cost of consecutive layers, one or more."""
-    return reduce(_joined, costs)
+    forward, backward = reduce(_joined, costs), reduce(lambda b, a: _joined(a, b), costs[::-1])
+    return backward._replace(forward_peak=forward.forward_peak)
 
 
 _TIMES = "forward", "backward", "split", "weight"
-_PEAKS = "forward_peak", "backward_peak", "split_peak"
+_PEAKS = "forward_peak", "layer_peak", "backward_peak", "split_peak"
 _NOISE = 0.25
 """A layer counts as slower than equal ones only if it is, by this share, in each round."""
 

@@ -68,7 +68,7 @@ def layer_times(
 
     The measurement cycles through the layers, so that a disturbance affects all alike. Each round
     runs a layer once to warm up and once to time it; the result is the median over the rounds, and
-    over layers of the same class and shapes, unless one is slower or faster in each round.
+    over layers of one class, settings and shapes, unless one is slower or faster in each round.
     Copies of the layers run, with the layers' forward hooks: the module, its gradients, buffers and
     mode, and torch's random state stay unchanged.
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from inspect import signature
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -115,6 +116,14 @@ def explain_mapping(error: BaseException, value: Value, function: Callable[..., 
             error.add_note("the model got a dict as its one argument; to pass the entries: **batch")
 
 
+def explain_example(error: TypeError, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Add how the arguments in an example are given."""
+    if isinstance((*args, None)[0], list):
+        error.add_note("a list is one argument; positional arguments are a tuple: example=(x,)")
+    if kwargs:
+        explain_keywords(error)
+
+
 def explain_keywords(error: TypeError, own: Sequence[str] = ()) -> None:
     """Add where an unexpected keyword comes from: a call with keywords of its ``own``, or a dict.
 
@@ -162,6 +171,11 @@ def scatter_with_sizes(
     """Like :func:`scatter`; also return each micro-batch's number of rows: 1 if it is unknown."""
     leaves, spec = flatten((args, kwargs), is_whole_in_rows if chunks > 1 else is_whole)
     batch: int | None = None
+    alone = args[0] if args and not any([isinstance(x, Tensor) for x in leaves]) else None
+    given = {"the input": alone, **kwargs}
+    for name in ("the input", "input_ids", "labels", TARGET):
+        if isinstance(given.get(name), list):
+            _refuse_numbers(name, given[name])
 
     def path(k: int) -> str:
         found = path_of((args, kwargs), k)
@@ -236,6 +250,16 @@ def _own_versions(parts: tuple[Tensor, ...]) -> list[Tensor]:
     backward, and when the first layer changes what other code has saved.
     """
     return [*[part.data for part in parts[:-1]], parts[-1].detach()]
+
+
+def _refuse_numbers(name: str, value: Any) -> None:
+    """Refuse numbers in lists, as a tokenizer returns them: rows are those of tensors."""
+    inner = value
+    while isinstance(inner, list) and inner:
+        inner = inner[0]
+    if inner is not value and isinstance(inner, Real):
+        name = name.partition(" of ")[0]
+        raise TypeError(f"{name} must be a tensor, got a list of numbers; write torch.tensor(...)")
 
 
 def _refuse_hidden_rows(path: Callable[[int], str], k: int, leaf: Any) -> None:

@@ -32,7 +32,7 @@ def select(
     value: Value, wanted: Callable[[Tensor], object]
 ) -> tuple[Tensors, Callable[[Tensors], Value]]:
     """Return the ``wanted`` tensors of ``value``, and a function that rebuilds it with others."""
-    if isinstance(value, Tensor):  # by far the most common case, in every task
+    if isinstance(value, Tensor):
         return ((value,), _only) if wanted(value) else ((), lambda _: value)
     if isinstance(value, Carried):
         return _select_each(value, wanted)
@@ -80,12 +80,14 @@ def _select_each(
 
 def differentiable(value: Value) -> tuple[Tensors, Callable[[Tensors], Value]]:
     """Select the tensors that require grad; see :func:`select`."""
+    if isinstance(value, Tensor):  # by far the most common case, in every task
+        return ((value,), _only) if value.requires_grad else ((), lambda _: value)
     return select(value, _requires_grad)
 
 
 def tensors_of(value: Value) -> tuple[Tensors, Callable[[Tensors], Value]]:
     """Select all tensors; see :func:`select`."""
-    return select(value, id)  # true of any
+    return ((value,), _only) if isinstance(value, Tensor) else select(value, id)  # true of any
 
 
 def describe(value: Value) -> str:

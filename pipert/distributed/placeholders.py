@@ -100,18 +100,16 @@ class Header:
 
     names: list[Name]
     """Of the tensors that cross."""
-    calls: dict[int, tuple[str, Any, Sequence[int]]]
-    """For each event the name of what was called, the structure of its result, and which of its
-    tensors it has changed."""
-    made: dict[Name, int]
-    """The partition that made each tensor."""
+    calls: dict[int, tuple[str, int, Any, Sequence[int]]]
+    """For each event the name of what was called, its partition, the structure of its result, and
+    which of its tensors it has changed."""
 
 
 class Names:
     """The names of tensors in one replay, and what the header tells of events."""
 
     def __init__(self) -> None:
-        self.header = Header([], {}, {})
+        self.header = Header([], {})
         self.received: dict[Name, Tensor] = {}
         """The tensors that have come, by their names."""
         self._names: dict[int, tuple[weakref.ref[Tensor], Name]] = {}
@@ -119,7 +117,7 @@ class Names:
 
     def receive(self, header: Header, tensors: Tensors) -> None:
         """Take what has come from the partition before."""
-        self.header = Header([], {**header.calls}, {**header.made})
+        self.header = Header([], {**header.calls})
         self.received = dict(zip(header.names, tensors, strict=True))
         self._names.update({id(t): (weakref.ref(t), name) for name, t in self.received.items()})
 
@@ -128,12 +126,15 @@ class Names:
         found = self._names.get(id(tensor))
         return found[1] if found is not None and found[0]() is tensor else None
 
-    def add(self, tensor: Tensor, name: Name, j: int) -> None:
-        """Name a tensor that was made in partition ``j``, unless it has a name."""
+    def add(self, tensor: Tensor, name: Name) -> None:
+        """Name a tensor, unless it has a name."""
         if self.of(tensor) is None:
             reference = weakref.ref(tensor)
             self._names[id(tensor)], self._tensors[name] = (reference, name), reference
-            self.header.made.setdefault(name, j)
+
+    def home(self, name: Name) -> int:
+        """Return the partition that made a tensor."""
+        return self.header.calls[name[0]][1]
 
     def alive(self) -> dict[Name, Tensor]:
         """Return all tensors that are still referenced and have values here."""
@@ -150,7 +151,7 @@ class Names:
         old = []
         for k, tensor in enumerate(tensors):
             if id(tensor) not in of:
-                self.add(tensor, (event, k), j)
+                self.add(tensor, (event, k))
             if (found := self.of(tensor)) is None:
                 leaves.append(Given(of[id(tensor)]))
             else:
@@ -158,12 +159,12 @@ class Names:
                 leaves.append(Leaf(found, *about))
             if found is None or found[0] != event:
                 old.append(k)
-        self.header.calls[event] = name, rebuild(tuple(leaves)), written
+        self.header.calls[event] = name, j, rebuild(tuple(leaves)), written
         return old
 
-    def told(self, event: int, j: int, name: str, given: Tensors) -> tuple[Any, Sequence[int]]:
+    def told(self, event: int, name: str, given: Tensors) -> tuple[Any, Sequence[int]]:
         """Return an event's result, in placeholders, and which of ``given`` it has changed."""
-        there, result, written = self.header.calls.get(event, ("nothing", None, ()))
+        there, _, result, written = self.header.calls.get(event, ("nothing", 0, None, ()))
         if there != name:
             raise strays(
                 f"event {event} is a call of {name!r} here, but of {there!r} on an earlier rank, "
@@ -177,7 +178,7 @@ class Names:
             elif type(leaf) is Leaf:
                 about, leaf = leaf, self._tensors.get(leaf.name, lambda: None)()
                 if leaf is None:
-                    self.add(leaf := about.placeholder(), about.name, j)
+                    self.add(leaf := about.placeholder(), about.name)
                 reshape(leaf, about.shape, about.stride)
             found.append(leaf)
         return pytree.tree_unflatten(found, spec), written

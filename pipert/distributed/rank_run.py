@@ -37,7 +37,7 @@ from pipert.distributed.rank_partition import (
 )
 from pipert.distributed.rank_reports import Call, RankSettings, check, prepare, share
 from pipert.distributed.rank_stage import RankStage, make_schedule
-from pipert.distributed.replay_model import ReplayModel
+from pipert.distributed.replay_model import ReplayComputing, ReplayModel
 from pipert.layers.batchnorm import DeferredStats
 from pipert.layers.call import Layers, RandomLayers
 from pipert.layers.place import Place
@@ -172,7 +172,7 @@ class RankRuntime:
             own_stats = None if stats is None else stats.partitions[k]
             compute: Compute = partial(compute_chain, layers, skips, batch.recomputed)
             if self.parts.replayed is not None:
-                compute = self.parts.replayed.computing(place, layers, batch)
+                compute = ReplayComputing(self.parts.replayed, place, layers, batch).forward
             yield RankPartition(module, place, layers, compute, batch, own_stats)
 
     def _prepared(

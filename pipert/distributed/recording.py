@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipert._torch import FakeTensor, FakeTensorMode, pytree
+from pipert._torch import FakeTensorMode, pytree
 from pipert._typing import Tensors
 from pipert.any_model.intercept import _METADATA
 from pipert.any_model.map_tensors import map_tensors
@@ -56,8 +56,12 @@ def on_meta(
         if not isinstance(x, Tensor):
             return x
         if id(x) not in metas:
-            one = x if x.is_meta else _empty_like(x)
-            one = one if mode is None else FakeTensor(mode, _empty_like(one), casts)
+            one = x
+            if mode is not None:
+                with mode:
+                    one = _empty_like(x, casts)
+            elif not x.is_meta:
+                one = _empty_like(x)
             metas[id(x)] = one, one._version
         return metas[id(x)][0]
 
@@ -83,8 +87,8 @@ def placeholder_of(tensor: Tensor, needs_grad: bool) -> Tensor:
     return _empty_like(tensor).requires_grad_(is_trained)
 
 
-def _empty_like(tensor: Tensor) -> Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META)
+def _empty_like(tensor: Tensor, device: torch.device | None = META) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
 
 class Zeros:
@@ -100,10 +104,7 @@ class Zeros:
     def of(self, tensor: Tensor) -> Tensor:
         """Return what a function inside of the layer gets for ``tensor``."""
         if tensor.is_meta or isinstance(tensor, nn.Parameter):
-            zeros = torch.empty_strided(
-                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self._device
-            )
-            return zeros.zero_()
+            return _empty_like(tensor, self._device).zero_()
         return tensor.to(self._device) if id(tensor) in self._buffers else tensor
 
     def call(self, name: str, call: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:

@@ -163,7 +163,7 @@ class Replay(TorchFunctionMode):
     def _is_elsewhere(self, tensor: Tensor) -> bool:
         """Whether a tensor was made in an earlier partition than this."""
         name = self.names.of(tensor)
-        return name is not None and self.names.header.made[name] < self._phase
+        return name is not None and self.names.home(name) < self._phase
 
     def _note_uses(self, tensors: Sequence[Tensor]) -> None:
         """Note which partition uses these tensors; refuse what other ranks know nothing of."""
@@ -195,8 +195,8 @@ class Replay(TorchFunctionMode):
             return tensor
         if name in self.names.received:
             return self.names.received[name]
-        if (made := self.names.header.made[name]) != self._j:
-            event = self.names.header.calls.get(name[0], ("an event",))[0]
+        event, made, *_ = self.names.header.calls[name[0]]
+        if made != self._j:
             raise strays(
                 f"partition {self._j} uses a result of {event!r} of partition {made}, which did "
                 "not cross"
@@ -293,7 +293,7 @@ class Replay(TorchFunctionMode):
     def _skip(self, module: nn.Module, given: Tensors, args: Any, kwargs: dict[str, Any]) -> Any:
         """Return placeholders of what a layer and its hooks return; its hooks see them, too."""
         name = self._cuts.layers[module]
-        y, _ = self.names.told(self._event, self._phase, name, given)
+        y, _ = self.names.told(self._event, name, given)
         if has_hooks(module):
             with forward_replaced(module, lambda *_, **__: y), refuse_reading_hooks(name):
                 plain_call(module)(*args, **kwargs)
@@ -347,7 +347,7 @@ class Replay(TorchFunctionMode):
         elif self._is_recording:
             y, written = self._on_meta(func, args, kwargs, tensors)
         else:
-            y, written = self.names.told(self._event, self._phase, name, tensors)
+            y, written = self.names.told(self._event, name, tensors)
         self._tell(name, tensors, y, written)
         for k in written:
             tensor = tensors[k]
@@ -356,7 +356,7 @@ class Replay(TorchFunctionMode):
             if self.names.of(tensor) is None:
                 if not tensor.is_meta:
                     self._written[storage_of(tensor)] = name, tensor.untyped_storage()
-                self.names.add(tensor, (self._event, -1 - k), self._phase)
+                self.names.add(tensor, (self._event, -1 - k))
         return y
 
     def _on_meta(

@@ -24,7 +24,6 @@ from pipert.batch.tensors import tensors_of, version
 from pipert.batch.trees import flatten
 from pipert.distributed.placeholders import (
     Cuts,
-    Name,
     NeedsValue,
     Record,
     changes,
@@ -33,7 +32,7 @@ from pipert.distributed.placeholders import (
     strays,
     untouched,
 )
-from pipert.distributed.rank_partition import Compute, RankBatch
+from pipert.distributed.rank_partition import RankBatch
 from pipert.distributed.replay import Replay
 from pipert.layers.call import Layers
 from pipert.layers.modules import modules_of
@@ -77,11 +76,6 @@ def event_drawing(seed: RunSeed, i: int, device: torch.device) -> Callable[[int]
         return TaskRng(seed, number, device, ("event", number))  # a kind of its own: any may draw
 
     return drawing
-
-
-def _copied(x: Value) -> Value:
-    tensors, rebuild = tensors_of(x)
-    return rebuild(tuple([tensor.detach().clone() for tensor in tensors]))
 
 
 @dataclass(eq=False)
@@ -137,7 +131,8 @@ class ReplayModel:
             return event_drawing(run, i, self.device)(event)
 
         replay = Replay(self.cuts, self.cuts.n, self.device, drawing, None, None)
-        copy = _copied(x)
+        tensors, rebuild = tensors_of(x)
+        copy = rebuild(tuple([tensor.detach().clone() for tensor in tensors]))
         try:
             with untouched(self.cuts.model), self.recorded(replay), inputs_unchanged(copy):
                 replay.run(self.cuts.model, copy)
@@ -192,7 +187,11 @@ class ReplayModel:
             replay, draws = self._recording(x, i, seed)
         if self.reads_values:
             return None
-        crossing = self._crossing(replay.names.header.made, replay.used)
+        home, used = replay.names.home, replay.used.items()
+        crossing = [
+            sorted(name for name, user in used if home(name) <= j < user)
+            for j in range(self.cuts.n)
+        ]
         record = Record(crossing, replay.paths, replay.structure)
         if not draws:  # else its choices may be others next time
             others = [one for (other, _), one in self.records.items() if other == kind]
@@ -211,17 +210,6 @@ class ReplayModel:
         """Find the records of the micro-batches."""
         seed = batch.seed.number or 0
         batch.records[:] = [self._record(i, x, seed) for i, x in enumerate(batch.inputs)]
-
-    def _crossing(self, made: dict[Name, int], used: dict[Name, int]) -> list[list[Name]]:
-        """Return for each partition the names that it sends on."""
-        return [
-            sorted(name for name, user in used.items() if made[name] <= j < user)
-            for j in range(self.cuts.n)
-        ]
-
-    def computing(self, place: Place, layers: Layers, batch: RankBatch) -> Compute:
-        """Return what computes a partition in a mini-batch."""
-        return ReplayComputing(self, place, layers, batch).forward
 
 
 @dataclass(eq=False)

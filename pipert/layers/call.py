@@ -221,7 +221,9 @@ class Layers:
         """Return the note for an error that ``layer`` raised: where it was, and its input."""
         given = args[0] if len(args) == 1 and not kwargs else (*args, kwargs) if kwargs else args
         where = self._place.describe(self._current_action(i), f", {layer}")
-        return f"{where}, input {describe(given)}"
+        moved = "; the model was moved to 'meta': make a new pipe of one with values"
+        is_moved = any([weight.is_meta for weight in self.parameters()])
+        return f"{where}, input {describe(given)}{moved * is_moved}"
 
     def _current_action(self, i: int) -> Action:
         return Action(RECOMPUTE if is_recomputing() else FORWARD, i, self._place.j)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from itertools import takewhile
 
 from torch import Tensor
 
@@ -93,8 +94,11 @@ class Segments:
         segment = Segment(self, again, copies)
         before = checkpoint_here.set(True)
         try:
-            with _autocast(settings):
+            if settings == NEW_THREAD_AUTOCAST:
                 y = segment.record(first, value, self._made)
+            else:
+                with _autocast(settings):
+                    y = segment.record(first, value, self._made)
         finally:
             checkpoint_here.reset(before)
         effect.note(y)
@@ -107,13 +111,7 @@ class Segments:
 
     def recompute(self, on_worker: bool) -> None:
         """Recompute all segments: ``R[i,j]``."""
-        # Hooks that are on around a backward are not meant for what it recomputes.
-        with NOTHING if on_worker else without_hooks():
-            try:
-                self._replay(self._recompute, on_worker)
-            finally:
-                for segment in self._alive():
-                    segment.outputs = ()
+        self._compute(self._recompute, on_worker)
 
     def recompute_missing(self) -> None:
         """Recompute what the imminent backward needs."""
@@ -121,6 +119,26 @@ class Segments:
         found = [each.is_missing for each in self._alive()]
         if next(filter(lambda is_missing: is_missing is not None, found), False):
             self.recompute(False)
+
+    def fill(self, segment: Segment) -> None:
+        """Fill the graph of one segment's ``F``, after the earlier ones whose outputs are used."""
+
+        def compute_in_order() -> None:
+            for each in takewhile(lambda each: each is not segment, self._alive()):
+                if each.is_used:
+                    each.build()
+            segment.fill()
+
+        self._compute(compute_in_order, False)
+
+    def _compute(self, compute: Callable[[], None], on_worker: bool) -> None:
+        # Hooks that are on around a backward are not meant for what it recomputes.
+        with NOTHING if on_worker else without_hooks():
+            try:
+                self._replay(compute, on_worker)
+            finally:
+                for segment in self._alive():
+                    segment.outputs = ()
 
     def _recompute(self) -> None:
         for segment in self._alive():

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipert._torch import backward_hooks, global_backward_hooks, is_lazy
+from pipert._torch import backward_hooks, is_lazy
 from pipert.autograd.segment import other_kernels
 from pipert.batch.tensors import Versions
 from pipert.errors import RecomputationError
@@ -43,8 +43,8 @@ class Snapshot:
         self._parameters: list[nn.Parameter | None] = []
         self._places: dict[nn.Module, list[Place]] = {}  # of the modules that were asked for
         self._versions = Versions()
-        self._hooks: list[dict[int, Any]] = [*global_backward_hooks]
-        self._numbers = _numbers(self._hooks)  # a backward's hooks change no output
+        self._hooks: list[dict[int, Any]] = []  # of the backward, which change no output
+        self._numbers: list[list[int]] = []
         self._settings = [*map(operator.call, SETTINGS.values())]
         self.buffers: dict[nn.Module, Buffers] = {}
         """Those of each layer."""
@@ -66,7 +66,7 @@ class Snapshot:
         self.buffers[layer] = Buffers(parts)
         hooks = [*chain.from_iterable(map(backward_hooks, parts))]
         self._hooks += hooks
-        self._numbers += _numbers(hooks)
+        self._numbers += map(list, filter(None, hooks))
         known = len(self._parameters)
         for part in [] if _are_sharded(parts) else parts:  # runs for each module in each run
             if part._parameters:
@@ -117,7 +117,8 @@ class Snapshot:
     def refuse_changes(self) -> None:
         """Refuse to recompute with other or modified parameters, or in another mode."""
         other_kernels.set(partial(self.other_settings, KERNELS))
-        if [*map(_mode, self._layers)] != self._modes or _numbers(self._hooks) != self._numbers:
+        numbers = [*map(list, filter(None, self._hooks))]
+        if [*map(_mode, self._layers)] != self._modes or numbers != self._numbers:
             raise RecomputationError(
                 "the mode of a layer, or its backward hooks, are not those of its forward when it "
                 "is recomputed; call train() and eval(), and register and remove hooks, before the "
@@ -144,10 +145,6 @@ SETTINGS = {"torch.get_default_dtype()": torch.get_default_dtype, **KERNELS}
 """Settings of the process that decide which operations are computed."""
 _ORDINARY = {nn.Parameter, type(None)}
 _mode: Callable[[nn.Module], bool] = operator.attrgetter("training")
-
-
-def _numbers(hooks: Iterable[dict[int, Any]]) -> list[list[int]]:
-    return [*map(list, filter(None, hooks))]
 
 
 def _are_sharded(parts: Iterable[nn.Module]) -> bool:

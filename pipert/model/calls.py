@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from pipert._torch import DispatchMode, dispatch_modes, is_lazy, pytree, schemas, storage_of
 from pipert._typing import Value
-from pipert.batch.microbatch import Arguments, arguments_of, explain_keywords
+from pipert.batch.microbatch import Arguments, arguments_of, explain_example
 from pipert.batch.tensors import tensors_of
 from pipert.layers.intercepted import Interceptor, here, intercept, release
 from pipert.layers.modules import modules_of
@@ -61,8 +61,7 @@ def order_of_calls(
             try:
                 model(*args, **kwargs)
             except TypeError as error:
-                if kwargs:
-                    explain_keywords(error)
+                explain_example(error, args, kwargs)
                 raise
     return list(first_calls.found)
 

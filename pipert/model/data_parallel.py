@@ -60,9 +60,9 @@ def refuse_gradients_of_rows(partitions: Iterable[nn.Module]) -> None:
     Raises:
         RuntimeError: a weight has the attribute.
     """
-    for partition in partitions:
-        for part in modules_of(partition):
-            if any([hasattr(weight, "grad_sample") for weight in part._parameters.values()]):
+    for part in chain.from_iterable(map(modules_of, partitions)):
+        for weight in part._parameters.values():  # each run does this, so without a call
+            if hasattr(weight, "grad_sample"):
                 raise RuntimeError(
                     "weights have a grad_sample, as Opacus computes it for each row of a batch, "
                     "and would get sums over the rows of several micro-batches; use chunks=1 with "

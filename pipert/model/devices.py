@@ -64,7 +64,10 @@ def parse_devices(devices: Any) -> list[torch.device]:
 
 
 def _parse(device: Device) -> torch.device:
-    parsed = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    try:
+        parsed = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ValueError(f"devices are named 'cuda:0' or 'cpu', got {device!r}") from None
     if parsed.type == "cpu":
         return parsed
     if parsed.type != "cuda":

@@ -6,6 +6,7 @@ import difflib
 import inspect
 import threading
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from operator import index
 from typing import Any
 
@@ -53,9 +54,22 @@ def check_timeout(timeout: Any) -> float | None:
     """Return the limit in seconds; ``None`` if there is none, or a lock cannot wait that long."""
     if timeout is None:
         return None
-    if not timeout > 0:  # NaN included
-        raise ValueError(f"timeout must be a positive number of seconds or None, got {timeout!r}")
+    is_number = isinstance(timeout, Real)
+    if not (is_number and timeout > 0):  # NaN included
+        kind = ValueError if is_number else TypeError
+        raise kind(f"timeout must be a positive number of seconds or None, got {timeout!r}")
     return float(timeout) if timeout <= threading.TIMEOUT_MAX else None
+
+
+_CUT = "balance and devices divide a Sequential in Pipe; cuts, or partitions and example, a model "
+_MEANT = dict.fromkeys(("balance", "cuts", "partitions", "example"), _CUT + "in pipeline")
+
+
+def refuse_unknown(where: str, given: Mapping[str, object]) -> None:
+    """Refuse keywords that ``Pipe`` or ``pipeline`` does not have, and name what is meant."""
+    for name in given:
+        meant = "chunks is the number of micro-batches" if "batch" in name else "see its arguments"
+        raise TypeError(f"{where} takes no {name}=...; {_MEANT.get(name, meant)}")
 
 
 def refuse_keywords_of(
@@ -97,14 +111,10 @@ def refuse_misspelt(
     Raises:
         TypeError: a keyword is. A layer that takes any keywords would ignore it.
     """
-    close = {name: difflib.get_close_matches(name, own, 1, 0.8) for name in given}
-    names = [name for name, found in close.items() if found]
-    if not names or layer is None:
-        return
-    taken = inspect.signature(layer.forward).parameters
-    for name in names:
-        if name not in taken:
-            [meant] = close[name]
+    for name in given:
+        close = difflib.get_close_matches(name, own, 1, 0.8)
+        if close and layer is not None and name not in inspect.signature(layer.forward).parameters:
+            [meant] = close
             is_setting = name == meant
             remedy = f"set pipe.{name}" if is_setting else f"perhaps {meant}=... is meant"
             raise TypeError(

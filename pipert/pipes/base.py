@@ -289,8 +289,7 @@ class PipeBase(Settings):
         loss.watch = self._checks.of_step(call, batch)
         if self._checks.steps == 1 and call.microbatches is None:
             self._advise(batch.inputs)
-        chosen = "never" if maker_of(call.schedule) in BOUNDED else "except_last"
-        checkpointed = recomputed_in_each(self._checkpoint or chosen, m, n)
+        checkpointed = recomputed_in_each(self._checkpoint_of(call.schedule), m, n)
         planned = plan(call.schedule, m, n, self._runtime.workers, checkpointed)
         models = self._runtime.model.entry, call.loss_fn
         beside = cache(partial(unpartitioned_weights, self._partitions, models))
@@ -377,4 +376,8 @@ class PipeBase(Settings):
         return self
 
     def extra_repr(self) -> str:
-        return f"chunks={self._chunks}, checkpoint={self.checkpoint!r}"
+        return f"chunks={self._chunks}, checkpoint={self._checkpoint_of(self._schedule)!r}"
+
+    def _checkpoint_of(self, schedule: str | Schedule) -> str | tuple[str, ...]:
+        """Return the checkpoint of a step: as chosen, or what its schedule needs."""
+        return self._checkpoint or ("never" if maker_of(schedule) in BOUNDED else "except_last")

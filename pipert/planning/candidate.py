@@ -83,7 +83,8 @@ class Candidates(tuple[Candidate, ...]):
 def text_of(size: int) -> str:
     """Return a number of bytes as a text such as ``'1.5 GiB'``."""
     power = min(max(size.bit_length() - 1, 0) // 10, 4)
-    return f"{size / 2 ** (10 * power):.3g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
+    number = size / 2 ** (10 * power)
+    return f"{number:.{3 if number < 999.5 else 4}g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
 
 
 Memory = float | str
@@ -91,7 +92,7 @@ Memory = float | str
 
 def limits_of(memory: Memory | Sequence[Memory], d: int) -> list[int]:
     """Return the bytes that each of ``d`` devices may use."""
-    each = [memory] * d if isinstance(memory, (int, float, str)) else memory
+    each = memory if isinstance(memory, (list, tuple)) else [memory] * d
     if len(each) != d:
         raise ValueError(f"memory must be one limit, or one for each of {d} devices, got {memory}")
     return [*map(bytes_of, each)]

@@ -20,8 +20,9 @@ from pipert.balance.calls import (
     measuring_device,
 )
 from pipert.balance.cost import Cost, joined, medians
-from pipert.balance.measure import counting, measure_all
+from pipert.balance.measure import Call, counting, measure_all, once_for_equal
 from pipert.batch.microbatch import Arguments
+from pipert.batch.tensors import Carried, tensors_of
 from pipert.model.split import check_module
 
 LossFn = Callable[..., Tensor] | None
@@ -41,13 +42,9 @@ def costs_of_layers(model: Any, loss_fn: LossFn, d: int, where: torch.device) ->
         if loss_fn is not None:  # as a layer, which stays with the last one
             named.append(("loss_fn", _Loss(loss_fn, target)))
         layers = nn.Sequential(OrderedDict(named))
-
-        def measure(_: bool) -> Blocks:
-            costs = measure_layers(layers, value, where, measured)
-            return dict(zip(model._modules, [*costs[:last], joined(costs[last:])], strict=True))
-
-        with counting(what, measure_all) as measured:
-            return _median(measure)
+        with counting(what, _measure) as measured:
+            costs = measure_layers(layers, value, where, once_for_equal(measured))
+        return dict(zip(model._modules, [*costs[:last], joined(costs[last:])], strict=True))
 
     return costs_for
 
@@ -62,27 +59,29 @@ def costs_of_model(
         layers, begins = find_blocks(model, d, first, where, 2)
 
     def costs_for(value: Value, target: Value, what: str) -> Blocks:
-        def loss(output: Value) -> Value:
-            return output if loss_fn is None else loss_fn(output, target)
+        loss = nn.Identity() if loss_fn is None else _Loss(loss_fn, target)
 
-        def measure(follows_values: bool) -> Blocks:
-            return measure_calls(
-                model, layers, begins, as_arguments(value), where, measured,
-                then=loss, follows_values=follows_values,
-            )  # fmt: skip
-
-        with _without_caches(model), counting(what, measure_all) as measured:
-            return _median(measure)
+        with _without_caches(model), counting(what, _measure) as measured:
+            once = once_for_equal(measured)
+            rounds = [
+                measure_calls(
+                    model, {**layers, "loss_fn": loss} if loss_fn else layers, begins,
+                    as_arguments(value), where, once, then=loss, follows_values=k == 0,
+                )
+                for k in range(3)
+            ]  # fmt: skip
+        costs = medians([[*each.values()] for each in rounds])
+        return dict(zip(rounds[0], costs, strict=True))
 
     return costs_for
 
 
-def _median(measure: Callable[[bool], Blocks]) -> Blocks:
-    """Return the median of three rounds, of which the first follows values, after a first one."""
-    measure(False)  # to warm up
-    rounds = [measure(k == 0) for k in range(3)]
-    costs = medians([[*each.values()] for each in rounds])
-    return dict(zip(rounds[0], costs, strict=True))
+def _measure(call: Call) -> tuple[Cost, Carried]:
+    cost, output = measure_all(call)
+    if isinstance(call.original, _Loss):  # which is not recomputed; but what it gets is
+        kept = {-key if key in cost.inputs else key: size for key, size in cost.saved.items()}
+        cost = cost._replace(kept=kept)
+    return cost, output
 
 
 @contextlib.contextmanager
@@ -105,10 +104,12 @@ class _Loss(nn.Module):
     def __init__(self, loss_fn: Callable[..., Tensor], target: Value) -> None:
         super().__init__()
         self._given = loss_fn, target
+        for k, tensor in enumerate(tensors_of(target)[0]):  # which stay anyway
+            self.register_buffer(f"target_{k}", tensor)
 
     def forward(self, y: Value) -> Tensor:
         loss_fn, target = self._given
         return loss_fn(y, target)
 
     def __deepcopy__(self, memo: object) -> _Loss:
-        return self
+        return _Loss(*self._given)

@@ -45,7 +45,8 @@ def peaks(
     for cost, worker in zip(costs, plan.placement, strict=True):
         most[worker] += round(total(cost.parameters) + (scale - 2) * total(cost.trained))
     most[plan.placement[0]] += batch
-    most[plan.placement[-1]] += targets
+    for worker in {plan.placement[-1], max(plan.placement)}:  # of zb-v the first one needs them
+        most[worker] += targets
     return [most[worker] for worker in sorted(most)]
 
 
@@ -56,17 +57,22 @@ class _Tasks:
         self._plan, self._costs = plan, costs
         self._defers = WEIGHT in plan.occurring_kinds
         self._begun = set[tuple[str, int]]()
-        self._kept = [total({**cost.inputs, **cost.kept}) for cost in costs]
+        left = [(cost.saved, {**cost.inputs, **cost.kept}) for cost in costs]
+        for j, device in enumerate(plan.placement):  # parts of the mini-batch are there anyway
+            if device == plan.placement[0]:
+                saved, kept = left[j]
+                left[j] = without(saved, costs[0].inputs), without(kept, costs[0].inputs)
+        self._saved = [total(saved) for saved, _ in left]
+        self._kept = [total(kept) for _, kept in left]
+        self._again = [total(without(cost.saved, cost.kept)) for cost in costs]
+        """What a recomputation makes, beside what stays: a copy of the inputs, too."""
         self._inputs = [total(cost.inputs) for cost in costs]
-        self._saved = [total(cost.saved) for cost in costs]
         self._later = [total(cost.later) * self._defers for cost in costs]
         self._trained = [total(cost.trained) for cost in costs]
-        left = [(cost.saved, {**cost.inputs, **cost.kept}) for cost in costs]
         self._crossing = [
             (source, j, total(sizes), *[total(without(sizes, own)) for own in left[source]])
             for j in range(plan.n)
             for source, sizes in self._sources(j)
-            if plan.placement[source] != plan.placement[j]
         ]
         """From where to where, on another device, come how many bytes; and how many of these stay
         for this alone, if all is saved there, and if it is recomputed."""
@@ -89,9 +95,10 @@ class _Tasks:
         if kind == BACKWARD:
             peak = cost.split_peak if self._defers else cost.backward_peak
             made = self._trained[j] + self._later[j] - cost.deferred * self._defers
-            return max(peak, made + self._inputs[j] + adding) - self._saved[j]
+            arriving = sum([size for source, _, size, *_ in self._crossing if source == j])
+            return max(peak, made + self._inputs[j] + adding) - total(cost.saved) + arriving
         if kind == FORWARD and i < self._plan.recomputed[j]:
-            return self._kept[j]
+            return self._kept[j] + self._inputs[j] + cost.layer_peak
         return cost.forward_peak
 
     def changes(self, action: Action) -> Iterator[tuple[int, int]]:
@@ -101,9 +108,10 @@ class _Tasks:
         if kind == FORWARD:
             yield j, self._kept[j] if is_recomputed else self._saved[j]
         elif kind == RECOMPUTE:
-            yield j, self._saved[j] - self._kept[j]
+            yield j, self._again[j]
         elif kind == BACKWARD:
-            yield j, self._later[j] - self._saved[j]
+            left = self._kept[j] + self._again[j] if is_recomputed else self._saved[j]
+            yield j, self._later[j] - left
         else:
             yield j, -self._later[j]
         # Outputs wait to be copied by the next forward, and gradients by the next backward.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -34,6 +35,8 @@ from pipert.schedules.plan import Plan, plan, recomputed_in_each
 from pipert.schedules.simulate import most_kept, simulate
 
 __all__ = ["plan_for"]
+
+_log = logging.getLogger("pipert")
 
 
 def plan_for(
@@ -119,6 +122,10 @@ def plan_for(
     # Several numbers of chunks may make the same micro-batches.
     split = [micro_batches(example, m) for m in tried]
     sizes = [sum(tensor.nbytes for tensor in tensors_of(x)[0]) for x in (example, target)]
+    _log.info(
+        "plan_for measures the layers on %s for chunks=%s: equal ones once, the others run some "
+        "ten times each", where[0], tried,
+    )  # fmt: skip
     search = partial(_Search, names, limits, param_scale, sizes, is_cut)
     found = list[Candidate]()
     firsts = {len(batches): batches[0] for batches in split}
@@ -148,6 +155,10 @@ def _scale_of(optimizer: Optimizer | Callable[..., Optimizer] | None) -> float:
     """Return the memory of a parameter, its gradient and its state, relative to the parameter's."""
     if optimizer is None:
         return 2.0
+    if not (isinstance(optimizer, Optimizer) or callable(optimizer)):
+        raise TypeError(
+            f"optimizer must be one, or its class, such as torch.optim.AdamW, got {optimizer!r}"
+        )
     parameter = nn.Parameter(torch.zeros(64, 64))
     parameter.grad = torch.zeros_like(parameter)
     if not isinstance(optimizer, Optimizer):

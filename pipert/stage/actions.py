@@ -89,11 +89,10 @@ def weight_gradients(stage: Stage, i: int, _: Value) -> None:
     assert cut is not None
     later = cut.deferred.pop(i, [])
     leaves = [leaf for use in later for leaf in use.leaves]
-    compute = partial(hiding_partial_gradients, leaves, compute_deferred)
     action, is_recorded = Action(WEIGHT, i, stage.place.j), notifier.recorder is not None
     with notifier.recorded(action, stage.place.device) if is_recorded else NOTHING:
         with _turn_of_backward(stage, action):
-            found = compute(later)
+            found = hiding_partial_gradients(leaves, compute_deferred, later)
         cut.gradients.add(*found)
 
 

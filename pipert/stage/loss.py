@@ -147,8 +147,9 @@ def denominator_of(
     if isinstance(denominator, Tensor) and denominator.is_cuda:
         return denominator.reshape(()).to(devices[0] if devices else denominator.device)
     number = float(denominator)
-    if not (math.isfinite(number) and number >= 0):
-        raise ValueError(f"denominator must be finite and not negative, got {number}")
+    counted = isinstance(denominator, Tensor)  # in a batch perhaps nothing does
+    if not (math.isfinite(number) and (number > 0 or counted and number == 0)):
+        raise ValueError(f"denominator must be finite and positive, got {number}")
     return number
 
 
@@ -255,7 +256,13 @@ class Loss:
     def _checked(self, loss: Any) -> Tensor:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             remedy = "reduce it over the rows of the micro-batch"
-            if isinstance(loss, tuple):
+            if loss is None:
+                remedy = "a model that computes its loss does so if it gets labels: labels=..."
+            elif isinstance(loss, Real):
+                remedy = "return the tensor itself, as in y.sum(), without .item() or float()"
+            elif isinstance(loss, Mapping) or hasattr(loss, "loss"):
+                remedy = "return its loss, such as output.loss, not the output of the model"
+            elif isinstance(loss, tuple):
                 remedy = (
                     "for a mean over what counts, return the sum and give forward_backward the "
                     "denominator of the mini-batch, such as (target != -100).sum(); for the "

@@ -125,9 +125,10 @@ def make_report(
     sizes, incomplete = _calls(events, len(devices), steps, failed)
     events = [event for event in events if event.run in sizes]
     if not events:
+        lost = f", and {len(incomplete)} that failed or were cut off" * bool(incomplete)
         raise ValueError(
-            f"there is no complete call in this timeline, and {len(incomplete)} that failed or "
-            "were cut off; call the pipe inside 'with pipe.record() as timeline'"
+            f"there is no complete call in this timeline{lost}; call the pipe inside 'with "
+            "pipe.record() as timeline', and its backward, too"
         )
     # Forward and backward of a step interleave, so both phases are the whole step.
     stepped = steps.issuperset(sizes)

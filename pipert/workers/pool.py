@@ -61,7 +61,7 @@ class Pool:
     def __init__(self, names: Sequence[str], devices: Sequence[torch.device]) -> None:
         self._names = tuple(names)
         self._devices = tuple(devices)
-        self._closed = False
+        self._closed, self.closed_by = False, ""
         self._reset()
 
     def _reset(self) -> None:
@@ -107,8 +107,8 @@ class Pool:
         with self._lock:
             if self._closed:
                 raise PipeClosedError(
-                    "the pipe was closed; make a new one of the same module, with Pipe(module, ...)"
-                    " or pipert.pipeline(module, ...)"
+                    f"the pipe was closed{self.closed_by}; make a new one of the same module, with "
+                    "Pipe(module, ...) or pipert.pipeline(module, ...)"
                 )
             for k in range(len(self._names)):
                 if k < len(self._threads) and self._threads[k].serves():

@@ -145,6 +145,7 @@ def test_an_iterator_that_is_collected_in_a_layer_does_not_block_the_pipe(no_gc:
         assert pipe(torch.randn(2, 4)).shape == (2, 4)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # torch < 2.13
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_a_cut_in_the_middle_of_a_function_that_is_checkpointed_is_refused(
@@ -216,6 +217,7 @@ class Parts(nn.Module):
 
 
 @pytest.mark.multi_gpu
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")
 @pytest.mark.parametrize("there", ["cpu", "cuda:0", "cuda:1"])
 @pytest.mark.parametrize("call", [lambda part, x: part(x), again], ids=["plainly", "checkpointed"])
 def test_a_layer_called_by_itself_brings_its_arguments_to_its_device(there: str, call: Any) -> None:
@@ -237,6 +239,25 @@ def test_a_layer_called_by_itself_brings_its_arguments_to_its_device(there: str,
     for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
         assert found.grad is not None
         torch.testing.assert_close(found.grad.cpu(), expected.grad)
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_model_on_two_gpus_trains_on_when_its_pipe_is_closed(tied: bool) -> None:
+    model, x = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in "abc")), torch.randn(4, 4)
+    if tied:
+        model[2].weight = model[0].weight
+    plain = copy.deepcopy(model)
+    for _ in range(3):
+        plain(x).sum().backward()
+    for _ in range(2):  # a later pipe of the model is like the first
+        with pipert.pipeline(model, ["1"], devices=["cuda:0", "cuda:1"]) as pipe:
+            pipe(x).sum().backward()
+    model(x).sum().backward()
+    assert not any(type(value).__module__.startswith("pipert") for value in vars(model).values())
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert one.grad is not None
+        torch.testing.assert_close(one.grad.cpu(), other.grad)
 
 
 @pytest.mark.multi_gpu

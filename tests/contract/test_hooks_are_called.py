@@ -309,7 +309,6 @@ REGISTER: dict[str, Callable[[Any, Any], Any]] = {
     "full": lambda layer, hook: layer.register_full_backward_hook(hook),
     "before": lambda layer, hook: layer.register_full_backward_pre_hook(partial(hook, _=0)),
     "not full": lambda layer, hook: layer.register_backward_hook(hook),
-    "of all modules": lambda _, hook: nn.modules.module.register_module_full_backward_hook(hook),
     "forward": lambda layer, hook: layer.register_forward_hook(lambda _, x, y: y * 2),
 }
 

@@ -57,7 +57,7 @@ def test_peaks_of_a_model_whose_own_code_has_skips_are_as_predicted(gpus: Simula
         pipe.forward_backward(x, target=target, loss_fn=mse_loss)
         found = [torch.cuda.max_memory_allocated(device) for device in DEVICES]
     for predicted, peak, other in zip(each.peaks, found, before, strict=True):
-        assert predicted == pytest.approx(peak - other, rel=0.3)
+        assert (peak - other) / 1.05 <= predicted <= 1.3 * (peak - other)  # rather too high
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "always", ("always", "never")])
@@ -85,4 +85,4 @@ def test_peaks_are_as_predicted(
         )
         found = [torch.cuda.max_memory_allocated(device) for device in DEVICES]
     for predicted, peak, other in zip(each.peaks, found, before, strict=True):
-        assert predicted == pytest.approx(peak - other, rel=0.1)
+        assert (peak - other) / 1.05 <= predicted <= 1.1 * (peak - other)  # rather too high

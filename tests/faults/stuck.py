@@ -98,11 +98,14 @@ class Stuck:
         self.let_go()
         self.pipe.close(timeout=WAIT)
 
-    def times_out(self, call: Callable[[], Any] | None = None) -> PipelineTimeout:
+    def times_out(
+        self, call: Callable[[], Any] | None = None, shows: str = ""
+    ) -> PipelineTimeout:
         """Calls the pipe, which gets stuck; returns its error, without the traceback.
 
         On a busy machine the timeout may expire before the layer has begun, or between the looks at
-        the worker and at its stack. Then the call is repeated.
+        the worker and at its stack, or before the error ``shows`` what is meant to be seen. Then
+        the call is repeated.
         """
         for _ in range(20):
             try:
@@ -110,7 +113,7 @@ class Stuck:
             except PipelineTimeout as error:
                 doing = error.workers[self.j].doing
                 in_it = doing is not None and doing.phase == self.phase
-                if in_it and "never_returns" in str(error):
+                if in_it and "never_returns" in str(error) and shows in str(error):
                     return error.with_traceback(None)
             self.until_back()
             self.pipe.zero_grad()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
+import logging
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,8 +16,8 @@ from torch import Tensor, nn
 from pipert import Pipe, plan_for
 from pipert.balance import layer_sizes
 from pipert.balance.calls import measure_layers
-from pipert.balance.cost import Cost, joined, total
-from pipert.balance.measure import measure_all
+from pipert.balance.cost import Cost, joined, total, without
+from pipert.balance.measure import measure_all, once_for_equal
 from pipert.planning.candidate import bytes_of
 from pipert.planning.memory import peaks
 from pipert.schedules import plan
@@ -192,9 +194,8 @@ def test_bytes_of_a_linear_layer_and_of_partitions() -> None:
 
 @pytest.mark.parametrize(("schedule", "kept"), [("1f1b", 2), ("gpipe", 4), ("zb-h2", 3)])
 def test_peaks_rise_with_the_micro_batches_that_are_kept(schedule: str, kept: int) -> None:
-    module = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(2)])
-    parts = layer_costs(module, torch.randn(512, 64))
-    saved = total(parts[0].saved)
+    parts = layer_costs(layers(2, 64), torch.randn(512, 64))
+    saved = total(without(parts[0].saved, parts[0].inputs))  # these belong to the mini-batch
     found = peaks(plan(schedule, 4, 2), parts, 2.0, 0)[0]
     fixed = total(parts[0].parameters) + saved  # its output on the way, or the gradient of that
     assert kept * saved <= found - fixed <= (2 * kept + 2) * saved
@@ -262,3 +263,56 @@ def test_measuring_leaves_nothing_behind() -> None:
     layer_costs(module, torch.randn(4, 3))
     gc.collect()
     assert made.left() == 0
+
+
+class Counted(nn.Linear):
+    """Counts the calls of all copies, by the setting of each."""
+
+    calls: dict[int, int] = {}
+
+    def __init__(self, window: int) -> None:
+        super().__init__(16, 16)
+        self.window, self.layer_idx = window, id(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls[self.window] = self.calls.get(self.window, 0) + 1
+        return super().forward(x)
+
+
+class Chain(nn.Module):
+    def __init__(self, layers: nn.Sequential) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("wrapped", [nn.Sequential, Chain])
+def test_equal_layers_are_measured_once_and_those_of_other_settings_apart(
+    wrapped: Callable[..., nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Counted.calls.clear()
+    stack = nn.Sequential(*[Counted(1) for _ in range(15)], Counted(2))
+    model = Chain(stack) if wrapped is Chain else stack
+    x = torch.randn(8, 16, requires_grad=True)
+    said = list[str]()
+    log = logging.getLogger("pipert")
+    monkeypatch.setattr(log, "info", lambda text, *args: said.append(text % args))
+    plan_for(model, x, memory="1GiB", devices=CPUS, chunks=[2])
+    alone = Counted.calls[2]
+    again = 15 * (7 if wrapped is Chain else 1)  # its forward, in each round
+    assert alone > 6 and Counted.calls[1] <= alone + again
+    assert "plan_for measures the layers on cpu for chunks=[2]" in said[0]
+
+
+def test_what_an_equal_layer_keeps_has_names_of_its_own() -> None:
+    measured = once_for_equal(measure_all)
+    costs = measure_layers(layers(3), torch.randn(4, 16, requires_grad=True), "cpu", measured)
+    each = layer_costs(layers(3), torch.randn(4, 16, requires_grad=True))
+    for found, expected in ((costs[2], each[2]), (joined(costs), joined(each))):
+        for name in ("inputs", "outputs", "saved", "later", "parameters", "trained"):
+            assert total(getattr(found, name)) == total(getattr(expected, name)), name
+        assert found.split_peak == expected.split_peak and found.deferred == expected.deferred

@@ -164,8 +164,8 @@ def test_sums_in_half_precision_may_overflow_where_their_mean_does_not() -> None
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
-        (-1, ValueError, "finite and not negative, got -1.0"),
-        (NAN, ValueError, "finite and not negative, got nan"),
+        (-1, ValueError, "finite and positive, got -1.0"),
+        (NAN, ValueError, "finite and positive, got nan"),
         ("3", TypeError, "must be a number or a tensor of one element .* got str"),
         (torch.ones(1, requires_grad=True), TypeError, "requires no grad"),
         (torch.ones(2), TypeError, r"one element .* float32\[2\]"),
