@@ -224,12 +224,6 @@ if TYPE_CHECKING:
 else:
     BatchNorm, NormBase = nn.BatchNorm1d.__mro__[1:3]
 
-is_lazy: Callable[[Any], bool] = _or(
-    lambda x: isinstance(x, nn.UninitializedParameter | nn.UninitializedBuffer),
-    "torch.nn.parameter:is_lazy",
-)
-"""Whether a parameter or buffer has no shape yet."""
-
 LEFT_ALIGNED = "_nested_tensor_from_mask_left_aligned"
 """The function that ``nn.TransformerEncoder`` calls before it takes its fast path."""
 

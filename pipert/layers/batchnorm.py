@@ -37,8 +37,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from pipert._torch import BatchNorm, NormBase, forward_pre_hooks, is_lazy
+from pipert._torch import BatchNorm, NormBase, forward_pre_hooks
 from pipert.errors import NestedCheckpointError, NotBatchFirstWarning, WholeBatchWarning
+from pipert.layers.modules import check_initialised
 from pipert.layers.nested_checkpoint import checkpoint_around
 from pipert.queues.process_lock import ProcessLock
 
@@ -49,11 +50,13 @@ def check_batch_norm(module: nn.Module, deferred: bool | None, stacklevel: int) 
     """Refuse BatchNorm layers that cannot work in a pipe; warn of those of ``_WARNINGS``.
 
     Raises:
+        ValueError: a parameter is not initialised.
         TypeError: ``module`` has a SyncBatchNorm, or a scripted BatchNorm that is to be deferred;
             or ``deferred`` is not a valid choice.
     """
     if deferred not in (None, True, False):
         raise TypeError(f"deferred_batch_norm must be True, False or None, got {deferred!r}")
+    check_initialised(module)
     for name, layer in _modules(module):
         if deferred and isinstance(layer, torch.jit.ScriptModule) and hasattr(layer, "running_var"):
             raise TypeError(
@@ -122,7 +125,7 @@ class PartitionStats:
             id(buffer): norm
             for norm in norms
             for buffer in (norm.running_mean, norm.running_var)
-            if buffer is not None and not is_lazy(buffer)  # a lazy one is yet to be initialised
+            if buffer is not None
         }
         self.counted: set[BatchNorm] = set()
         self.calls: dict[tuple[int, int], _Call] = {}
