@@ -246,6 +246,8 @@ FakeTensorMode: Any = _needed("torch._subclasses.fake_tensor:FakeTensorMode")
 # Modes of a thread --------------------------------------------------------------------------------
 
 function_modes: Get = _needed("torch.overrides:_get_current_function_mode_stack")
+function_mode_count: Get = _needed("torch._C:_len_torch_function_stack")
+function_mode_at: Callable[[int], Any] = _needed("torch._C:_get_function_stack_at")
 push_function_mode: Callable[[Any], None] = _needed("torch._C:_push_on_torch_function_stack")
 pop_function_mode: Get = _needed("torch._C:_pop_torch_function_stack")
 
