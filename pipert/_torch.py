@@ -1,4 +1,4 @@
-"""The private names of torch, and one of Python, that pipert uses, and what happens without one.
+"""The private names of torch that pipert uses, and what happens without one.
 
 Any release of torch may drop such a name. So each is looked up here, once, at import:
 
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import importlib
 import operator
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -225,12 +224,6 @@ if TYPE_CHECKING:
 else:
     BatchNorm, NormBase = nn.BatchNorm1d.__mro__[1:3]
 
-is_lazy: Callable[[Any], bool] = _or(
-    lambda x: isinstance(x, nn.UninitializedParameter | nn.UninitializedBuffer),
-    "torch.nn.parameter:is_lazy",
-)
-"""Whether a parameter or buffer has no shape yet."""
-
 LEFT_ALIGNED = "_nested_tensor_from_mask_left_aligned"
 """The function that ``nn.TransformerEncoder`` calls before it takes its fast path."""
 
@@ -253,6 +246,8 @@ FakeTensorMode: Any = _needed("torch._subclasses.fake_tensor:FakeTensorMode")
 # Modes of a thread --------------------------------------------------------------------------------
 
 function_modes: Get = _needed("torch.overrides:_get_current_function_mode_stack")
+function_mode_count: Get = _needed("torch._C:_len_torch_function_stack")
+function_mode_at: Callable[[int], Any] = _needed("torch._C:_get_function_stack_at")
 push_function_mode: Callable[[Any], None] = _needed("torch._C:_push_on_torch_function_stack")
 pop_function_mode: Get = _needed("torch._C:_pop_torch_function_stack")
 
@@ -313,16 +308,3 @@ set_thread_name: Callable[[str], None] = _or(
     lambda _: None, "torch.multiprocessing:_set_thread_name"
 )
 """Names the current thread for the operating system."""
-
-# Python -------------------------------------------------------------------------------------------
-
-
-def import_awaited(thread: int | None) -> str:
-    """Return the module whose import ``thread`` waits for while this thread imports it, or ''.
-
-    Where Python lacks the name, a call waits until its time limit.
-    """
-    awaited: dict[int | None, Any] = getattr(importlib._bootstrap, "_blocking_on", {})
-    locks = awaited.get(thread, ())
-    locks = locks if isinstance(locks, list | tuple) else [locks]  # Python 3.11 has one lock
-    return next((lock.name for lock in locks if lock.owner == threading.get_ident()), "")

@@ -86,10 +86,7 @@ class WorkerBusyError(PipertError):
 
 
 class ReentrantCallError(PipertError):
-    """A call would wait for itself for ever.
-
-    A layer called the pipe that runs it, or imports a module that the calling thread is importing.
-    """
+    """A layer called the pipe that runs it, so the call would wait for itself for ever."""
 
 
 class RecomputationError(PipertError):

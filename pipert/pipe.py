@@ -20,7 +20,6 @@ from pipert.model.split import (
     require_balance,
     sequential,
     split,
-    warn_if_not_batch_first,
 )
 from pipert.pipes.base import PipeBase
 from pipert.schedules.plan import Schedule
@@ -100,7 +99,6 @@ class Pipe(PipeBase):
         self._balance = balance
         self._devices, self._workers = devices_and_workers(devices, len(balance))
         check_batch_norm(module, deferred_batch_norm, stacklevel=3)
-        warn_if_not_batch_first(module, stacklevel=3)
         self._partitions = split(module, self._balance)
         place(self._partitions, self._devices)
         self.training = module.training

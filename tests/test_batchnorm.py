@@ -138,16 +138,6 @@ def test_statistics_are_those_of_the_plain_module(kind: str, checkpoint: str) ->
     same(statistics(module), statistics(plain))
 
 
-def test_a_lazy_norm_is_deferred_from_the_first_call_on() -> None:
-    module = nn.Sequential(nn.LazyBatchNorm2d(dtype=DOUBLE), nn.Identity())
-    plain = nn.BatchNorm2d(3, dtype=DOUBLE)
-    x = batch(8, 2)
-    with deferred(module) as pipe:
-        pipe(x)
-    plain(x)
-    same(statistics(module[0]), statistics(plain))
-
-
 @pytest.mark.parametrize("rows", [2, 5])
 def test_statistics_are_of_the_micro_batches_there_were(rows: int) -> None:
     """PITFALLS 5: with fewer micro-batches than chunks they were never committed."""

@@ -175,7 +175,7 @@ PUBLIC = {
     "torch.autograd.profiler", "torch.distributed", "torch.distributed.device_mesh",
     "torch.distributed.fsdp", "torch.distributed.pipelining",
     "torch.distributed.pipelining.schedules", "torch.distributed.tensor", "torch.nn",
-    "torch.nn.functional", "torch.nn.modules.lazy", "torch.nn.utils", "torch.nn.utils.rnn",
+    "torch.nn.functional", "torch.nn.utils", "torch.nn.utils.rnn",
     "torch.optim", "torch.overrides", "torch.utils", "torch.utils.checkpoint",
 }  # fmt: skip
 """The documented modules of torch, whose names may be imported anywhere."""

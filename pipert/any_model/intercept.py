@@ -23,7 +23,8 @@ from torch.overrides import TorchFunctionMode
 from pipert._torch import (
     LEFT_ALIGNED,
     base_of,
-    function_modes,
+    function_mode_at,
+    function_mode_count,
     pop_function_mode,
     push_function_mode,
     sequence_nr,
@@ -179,7 +180,8 @@ class Paused:
         self._mode = mode
 
     def __enter__(self) -> None:
-        self._was_on_top = function_modes()[-1:] == [self._mode]
+        count = function_mode_count()
+        self._was_on_top = count > 0 and function_mode_at(count - 1) is self._mode
         if self._was_on_top:
             pop_function_mode()
         else:

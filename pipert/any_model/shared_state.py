@@ -26,7 +26,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from pipert._torch import NormBase, WithoutFunctions, forward_pre_hooks, is_lazy
+from pipert._torch import NormBase, WithoutFunctions, forward_pre_hooks
 from pipert.any_model.boundary_tensors import memory_of
 from pipert.batch.tensors import version
 from pipert.errors import SharedStateWarning
@@ -209,7 +209,7 @@ class Inspection:
                     continue
                 for name, value in [*module._parameters.items(), *module._buffers.items()]:
                     tensor = original_of(value)
-                    if tensor is not None and not is_lazy(tensor):
+                    if tensor is not None:
                         state[module, name, True] = version(tensor), memory_of(tensor)
         return state
 

@@ -27,7 +27,6 @@ from pipert.errors import (
     PipeClosedError,
     PipelineTimeout,
     PipertError,
-    ReentrantCallError,
     WorkerBusyError,
     WorkerDiedError,
 )
@@ -94,14 +93,13 @@ class Waiting:
             self.post(posting)  # once, if it was posted before
             if self._wait(run, posting, threads, timeout):
                 return
-            error: PipertError | None = _deadlock(threads)
-            error = error or self.timed_out("a call of the pipe was not over", timeout)
+            error = self.timed_out("a call of the pipe was not over", timeout)
             self._give_up(run, posting)
         except BaseException:
             try:
                 self._call_off(run, posting, threads, timeout)
             except BaseException:  # noqa: B036  at its very start, or between two of its rounds
-                self._call_off(run, posting, threads, timeout)
+                self._call_off(run, posting, threads, 0.0)
             raise
         try:
             raise error
@@ -111,8 +109,7 @@ class Waiting:
     def _wait(
         self, run: Run, posting: Posting, threads: list[WorkerThread], timeout: float | None
     ) -> bool:
-        """Wait until nothing of the run is queued or executing; ``False`` if that cannot be waited
-        for: time runs out, or a worker waits for an import of this thread (R6).
+        """Wait until nothing of the run is queued or executing; ``False`` if time runs out (R6).
 
         A worker that dies settles its tasks, except one that it was just taking or settling when
         something outside ended it. So every now and then the caller checks that all are alive. If
@@ -121,7 +118,7 @@ class Waiting:
         deadline = math.inf if timeout is None else monotonic() + timeout
         interval, lost = CHECK, 0
         while not run.outcome.wait(max(0.0, min(interval, deadline - monotonic()))):
-            if monotonic() >= deadline or _deadlock(threads):
+            if monotonic() >= deadline:
                 return False
             needed = threads[: self._clock] if posting.is_done else threads
             dead = [thread.name for thread in needed if not thread.is_alive()]
@@ -152,30 +149,23 @@ class Waiting:
     ) -> None:
         """Cancel the run of an interrupted caller (R2).
 
-        Waits for executing layers, which cannot be interrupted, until the time limit or the third
+        Waits for executing layers, which cannot be interrupted, until the time limit or the next
         interrupt.
         """
-        interrupts, is_told, began = 0, False, monotonic()
+        began = monotonic()
         while True:
             try:
                 run.outcome.cancel()
-                if interrupts == 1:  # only once: the log's own handler may be what raises
-                    _log.warning(
-                        "interrupted again; waiting for the layers that are executing, until you "
-                        "interrupt a third time"
-                    )
                 # Again, since it is unknown how far the interrupted call came. It posts once.
                 self.post(posting)
-                if not self._wait(run, posting, threads, 0.0 if interrupts > 1 else timeout):
-                    self._give_up(run, posting)
-                    if not is_told:
-                        what = "layers of an interrupted call had not returned"
-                        report = self.timed_out(what, monotonic() - began)
-                        is_told = True  # only once, as above
-                        _log.warning("%s", report)
-                return
+                if self._wait(run, posting, threads, timeout):
+                    return
+                self._give_up(run, posting)
+                break
             except BaseException:  # noqa: B036  the first interrupt is being raised
-                interrupts += 1
+                timeout = 0.0
+        what = "layers of an interrupted call had not returned"
+        _log.warning("%s", self.timed_out(what, monotonic() - began))
 
     def _give_up(self, run: Run, posting: Posting) -> None:
         """Give up a run whose layer does not return: R2 as far as possible. Idempotent."""
@@ -187,18 +177,6 @@ class Waiting:
     def timed_out(self, what: str, timeout: float | None) -> PipelineTimeout:
         """Build the error that ``what`` took too long."""
         return timed_out(what, timeout or 0.0, self.workers(), self._pool.stack)
-
-
-def _deadlock(threads: list[WorkerThread]) -> ReentrantCallError | None:
-    """Return the error of a call whose layer waits for an import of this thread, if one does."""
-    for thread in threads:
-        if name := thread.import_awaited():
-            return ReentrantCallError(
-                f"a layer on {thread.name} imports {name!r}, which the thread that calls the pipe "
-                "is importing: each would wait for the other. Call the pipe after that import, or "
-                "import what the layer needs before the call"
-            )
-    return None
 
 
 def _statistics(view: WorkerView) -> WorkerStatistics:

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -37,8 +37,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from pipert._torch import BatchNorm, NormBase, forward_pre_hooks, is_lazy
-from pipert.errors import NestedCheckpointError, WholeBatchWarning
+from pipert._torch import BatchNorm, NormBase, forward_pre_hooks
+from pipert.errors import NestedCheckpointError, NotBatchFirstWarning, WholeBatchWarning
+from pipert.layers.modules import check_initialised
 from pipert.layers.nested_checkpoint import checkpoint_around
 from pipert.queues.process_lock import ProcessLock
 
@@ -46,16 +47,16 @@ _committing = ProcessLock()
 
 
 def check_batch_norm(module: nn.Module, deferred: bool | None, stacklevel: int) -> None:
-    """Refuse BatchNorm layers that cannot work in a pipe; warn if ``deferred`` was not chosen.
-
-    Warn of other layers that depend on the whole batch, too.
+    """Refuse BatchNorm layers that cannot work in a pipe; warn of those of ``_WARNINGS``.
 
     Raises:
+        ValueError: a parameter is not initialised.
         TypeError: ``module`` has a SyncBatchNorm, or a scripted BatchNorm that is to be deferred;
             or ``deferred`` is not a valid choice.
     """
     if deferred not in (None, True, False):
         raise TypeError(f"deferred_batch_norm must be True, False or None, got {deferred!r}")
+    check_initialised(module)
     for name, layer in _modules(module):
         if deferred and isinstance(layer, torch.jit.ScriptModule) and hasattr(layer, "running_var"):
             raise TypeError(
@@ -70,22 +71,11 @@ def check_batch_norm(module: nn.Module, deferred: bool | None, stacklevel: int) 
                 "BatchNorm, with deferred_batch_norm=True for running statistics of the whole "
                 "mini-batch"
             )
-    names = [
-        name for name, layer in _modules(module)
-        if isinstance(layer, BatchNorm) and layer.training and layer.running_mean is not None
-    ]  # fmt: skip
-    if names and deferred is None:
-        shown = ", ".join(map(repr, names[:3]))
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        warnings.warn(
-            f"the module has BatchNorm layers in training mode ({shown}{more}). In a pipe each "
-            "micro-batch is normalised by its own mean and variance, as in data parallelism, and "
-            "each updates the running statistics. Choose deferred_batch_norm=True to update them "
-            "once for each mini-batch, as without a pipe, or deferred_batch_norm=False to accept "
-            "this",
-            stacklevel=stacklevel,
-        )
-    warn_of_whole_batches(_modules(module), stacklevel + 1)
+    for kind, depends, text in _WARNINGS[deferred is not None :]:  # the first asks for a choice
+        found = [f"{name!r}{why}" for name, layer in _modules(module) if (why := depends(layer))]
+        if found:
+            more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+            warnings.warn(text.format(", ".join(found[:3]) + more), kind, stacklevel)
 
 
 def _modules(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -135,7 +125,7 @@ class PartitionStats:
             id(buffer): norm
             for norm in norms
             for buffer in (norm.running_mean, norm.running_var)
-            if buffer is not None and not is_lazy(buffer)  # a lazy one is yet to be initialised
+            if buffer is not None
         }
         self.counted: set[BatchNorm] = set()
         self.calls: dict[tuple[int, int], _Call] = {}
@@ -280,30 +270,50 @@ def _pooled(notes: Sequence[_Note]) -> tuple[Tensor, Tensor]:
     return mean, torch.stack(squares).sum(0) / (total - 1)
 
 
-def warn_of_whole_batches(layers: Iterable[tuple[str, nn.Module]], stacklevel: int) -> None:
-    """Warn of those of the named layers whose gradients or state are not the plain module's."""
-    found = [f"{name!r} ({why})" for name, layer in layers if (why := _why(layer))]
-    if found:
-        shown = ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
-        warnings.warn(
-            f"the module has layers that depend on the whole mini-batch: {shown}. In a pipe each "
-            "does this for each micro-batch, so gradients, or what the layer keeps, are not those "
-            "without a pipe. With chunks=1 they are; otherwise accept that, as data parallelism "
-            "does, by ignoring pipert.WholeBatchWarning with warnings.filterwarnings",
-            WholeBatchWarning,
-            stacklevel=stacklevel,
-        )
+def _updates(layer: nn.Module) -> str:
+    has_statistics = isinstance(layer, BatchNorm) and layer.running_mean is not None
+    return " (in training mode)" if has_statistics and layer.training else ""
 
 
-def _why(layer: nn.Module) -> str:
+def _depends(layer: nn.Module) -> str:
     is_embedding = isinstance(layer, nn.Embedding | nn.EmbeddingBag)
     if is_embedding and layer.scale_grad_by_freq and layer.weight.requires_grad:
-        return "scale_grad_by_freq divides by the counts of its indices"
+        return " (scale_grad_by_freq divides by the counts of its indices)"
     if isinstance(layer, NormBase) and not isinstance(layer, BatchNorm):
         is_updated = layer.training and layer.track_running_stats
-        return "track_running_stats updates its statistics" if is_updated else ""
+        return " (track_running_stats updates its statistics)" if is_updated else ""
     # The parametrization is a module, the older kind of spectral norm a hook.
-    for part in (layer, *forward_pre_hooks(layer).values()) if layer.training else ():
-        if hasattr(part, "n_power_iterations"):
-            return "spectral norm iterates in each forward"
-    return ""
+    parts = (layer, *forward_pre_hooks(layer).values()) if layer.training else ()
+    iterates = any(hasattr(part, "n_power_iterations") for part in parts)
+    return " (spectral norm iterates in each forward)" if iterates else ""
+
+
+def _is_time_first(layer: nn.Module) -> str:
+    has_time = isinstance(layer, nn.RNNBase | nn.MultiheadAttention) and not layer.batch_first
+    return " (batch_first=False)" if has_time else ""
+
+
+_WARNINGS: tuple[tuple[type[Warning], Callable[[nn.Module], str], str], ...] = (
+    (
+        UserWarning, _updates,
+        "the module has BatchNorm layers: {}. In a pipe each micro-batch is normalised by its own "
+        "mean and variance, as in data parallelism, and each updates the running statistics. "
+        "Choose deferred_batch_norm=True to update them once for each mini-batch, as without a "
+        "pipe, or deferred_batch_norm=False to accept this",
+    ),
+    (
+        WholeBatchWarning, _depends,
+        "the module has layers that depend on the whole mini-batch: {}. In a pipe each does this "
+        "for each micro-batch, so gradients, or what the layer keeps, are not those without a "
+        "pipe. With chunks=1 they are; otherwise accept that, as data parallelism does, by "
+        "ignoring pipert.WholeBatchWarning with warnings.filterwarnings",
+    ),
+    (
+        NotBatchFirstWarning, _is_time_first,
+        "the module has layers that take dimension 0 for time: {}. A pipe splits along dimension "
+        "0, so each micro-batch would be a part of the sequence. Make them with batch_first=True, "
+        "and pass rows in dimension 0. If a layer of your own transposes their input, all is well: "
+        "ignore pipert.NotBatchFirstWarning",
+    ),
+)  # fmt: skip
+"""Kinds of layers that are not in a pipe what they are without one: what a layer does, or ""."""

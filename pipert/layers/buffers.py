@@ -23,7 +23,6 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from pipert._torch import is_lazy
 from pipert.batch.tensors import version
 
 _SMALL = 1 << 16  # elements; such a buffer is put aside even if nothing shows that it changes
@@ -37,7 +36,7 @@ class Buffers:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = list(modules)
         self._versions = {  # by id
-            id(buffer): _version(buffer)
+            id(buffer): version(buffer)
             for module in self._modules
             for buffer in module._buffers.values()
         }
@@ -61,7 +60,7 @@ class Buffers:
             deque(back, 0)  # one call of C, which no interrupt cuts short
 
     def _may_change(self, buffer: Tensor | None) -> bool:
-        if buffer is None or is_lazy(buffer) or buffer.requires_grad:
+        if buffer is None or buffer.requires_grad:
             return False
         return buffer.numel() <= _SMALL or self._versions.get(id(buffer)) != version(buffer)
 
@@ -81,7 +80,3 @@ def original_of(value: Any) -> Any:
     """Return the buffer that a layer has ``value`` in place of while it is recomputed."""
     original = getattr(value, _ORIGINAL, None) if isinstance(value, Tensor) else None
     return value if original is None else original()
-
-
-def _version(buffer: Tensor | None) -> int:
-    return -1 if buffer is None or is_lazy(buffer) else version(buffer)

@@ -23,6 +23,13 @@ def modules_of(module: nn.Module) -> Collection[nn.Module]:
     return found
 
 
+def check_initialised(model: nn.Module) -> None:
+    """Refuse lazy parameters, which tasks would initialise, each for itself."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if isinstance(tensor, nn.UninitializedParameter | nn.UninitializedBuffer):
+            raise ValueError(f"{name!r} is not initialised; call the model once first")
+
+
 def compute_cached(partitions: Iterable[nn.Module]) -> None:
     """Compute all parametrized weights if ``torch.nn.utils.parametrize.cached`` caches them.
 

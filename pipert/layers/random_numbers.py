@@ -35,7 +35,6 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
-from torch.nn.modules.lazy import LazyModuleMixin
 
 from pipert import _torch
 from pipert._torch import (
@@ -371,7 +370,7 @@ def may_draw(layer: nn.Module) -> bool:
         return layer.training
     if kind is nn.Sequential:
         return any(map(may_draw, layer.children()))
-    if kind in _OTHERS or issubclass(kind, LazyModuleMixin):
+    if kind in _OTHERS:
         return True
     return kind.__module__ not in _DETERMINISTIC
 

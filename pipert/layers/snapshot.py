@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipert._torch import backward_hooks, is_lazy
+from pipert._torch import backward_hooks
 from pipert.autograd.segment import other_kernels
 from pipert.batch.tensors import Versions
 from pipert.errors import RecomputationError
@@ -81,11 +81,10 @@ class Snapshot:
             self._parameters += parameters.values()
             return
         for name, parameter in parameters.items():
-            if parameter is None or not is_lazy(parameter):  # until the first call
-                is_dict = isinstance(parameters, dict)  # not that of a scripted module
-                self._dicts.append(parameters if is_dict else {name: parameter})
-                self._names.append(name)
-                self._parameters.append(parameter)
+            is_dict = isinstance(parameters, dict)  # not that of a scripted module
+            self._dicts.append(parameters if is_dict else {name: parameter})
+            self._names.append(name)
+            self._parameters.append(parameter)
 
     def refuse_replaced(self, module: nn.Module) -> None:
         """Refuse to call ``module``, one of those inside, if its parameters were replaced.

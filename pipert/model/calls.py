@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from pipert._torch import DispatchMode, dispatch_modes, is_lazy, pytree, schemas, storage_of
+from pipert._torch import DispatchMode, dispatch_modes, pytree, schemas, storage_of
 from pipert._typing import Value
 from pipert.batch.microbatch import Arguments, arguments_of, explain_example
 from pipert.batch.tensors import tensors_of
@@ -46,10 +46,8 @@ def order_of_calls(
             there.
 
     Raises:
-        ValueError: a parameter is not initialised.
         Exception: any error of the model.
     """
-    check_initialised(model)
     first_calls = _FirstCalls(layers, cuts)
     devices = [tensor.device for tensor in (*model.parameters(), *model.buffers())]
     args, kwargs = arguments_of(example)
@@ -198,13 +196,6 @@ def settled(value: Value, device: torch.device) -> Value:
     """Return ``value`` on the device, detached; its tensors require grad as before."""
     tensors, rebuild = tensors_of(value)
     return rebuild(tuple([t.detach().to(device).requires_grad_(t.requires_grad) for t in tensors]))
-
-
-def check_initialised(model: nn.Module) -> None:
-    """Refuse lazy parameters, which a trial call would initialise."""
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if is_lazy(tensor):
-            raise ValueError(f"{name!r} is not initialised; call the model once first")
 
 
 @contextlib.contextmanager

@@ -6,7 +6,6 @@ Layers remain the same objects under the same names, so parameters keep their id
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -14,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from pipert._torch import NormBase
-from pipert.errors import NotBatchFirstWarning
 from pipert.layers.parameter_copies import check_copied, weights_elsewhere
 from pipert.model.settings import whole
 
@@ -63,25 +61,6 @@ def check_module(module: Any) -> None:
         raise TypeError(
             f"the module has {own} of its own, which belong to no layer and would be missing from "
             "the pipe; move them into a layer"
-        )
-
-
-def warn_if_not_batch_first(module: nn.Module, stacklevel: int) -> None:
-    """Warn about modules inside that take dimension 0 for time, which is torch's default."""
-    names = [
-        name
-        for name, inner in module.named_modules()
-        if isinstance(inner, nn.RNNBase | nn.MultiheadAttention) and not inner.batch_first
-    ]
-    if names:
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        warnings.warn(
-            f"modules with batch_first=False, which take dimension 0 for time: {names[:3]}{more}. "
-            "A pipe splits along dimension 0, so each micro-batch would be a part of the sequence. "
-            "Make them with batch_first=True, and pass rows in dimension 0. If a layer of your own "
-            "transposes their input, all is well: ignore pipert.NotBatchFirstWarning",
-            NotBatchFirstWarning,
-            stacklevel=stacklevel,
         )
 
 

@@ -23,13 +23,7 @@ from pipert.model.data_parallel import refuse_data_parallel
 from pipert.model.device_map import note_device_map
 from pipert.model.devices import devices_and_workers
 from pipert.model.settings import OF_CALLS, check_timeout, refuse_keywords_of, refuse_misspelt
-from pipert.model.split import (
-    Partition,
-    move,
-    place,
-    sequential,
-    warn_if_not_batch_first,
-)
+from pipert.model.split import Partition, move, place, sequential
 from pipert.pipes.base import PipeBase
 from pipert.schedules.plan import Schedule, recomputed_in_each
 from pipert.skip.routes import declarations
@@ -72,7 +66,6 @@ class ModulePipe(PipeBase):
         self._cuts = names
         self._devices, self._workers = devices_and_workers(devices, n)
         check_batch_norm(module, deferred_batch_norm, stacklevel=4)  # behind pipeline()
-        warn_if_not_batch_first(module, stacklevel=4)
         self.__dict__["module"] = module
         for name in STATE_TABLES:
             self.__dict__[name] = module.__dict__[name]

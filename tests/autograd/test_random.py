@@ -322,7 +322,6 @@ modules: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "Dropout": (nn.Dropout, (4, 4)),
     "RReLU": (nn.RReLU, (4, 4)),
     "LSTM": (lambda: nn.LSTM(4, 4, 2, dropout=0.5, **rows_first), (2, 3, 4)),
-    "LazyLinear": (lambda: nn.LazyLinear(4), (4, 4)),
 }
 
 
@@ -439,7 +438,7 @@ def test_layers_taken_for_deterministic_do_not_draw(kind: type[nn.Module]) -> No
 INNER = [nn.ModuleList, partial(nn.LSTM, 4, 4), partial(nn.MultiheadAttention, 4, 2)]
 
 
-@pytest.mark.parametrize("make", [*INNER, partial(nn.LazyLinear, 4)])
+@pytest.mark.parametrize("make", INNER)
 def test_a_layer_with_inner_layers_might_draw(make: Callable[[], nn.Module]) -> None:
     assert may_draw(make())
 

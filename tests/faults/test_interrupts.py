@@ -48,10 +48,9 @@ for where, checkpoint in wheres("forward", "recomputation", "backward"):
 
 
 @strides
-def test_a_second_ctrl_c_at_any_place_does_not_end_a_call_before_its_layers(
+def test_after_a_second_ctrl_c_at_any_place_a_pipe_goes_on_once_its_layers_are_over(
     stride: int,
 ) -> None:
-    """R2: an executing layer cannot be interrupted, however often the user tries."""
     script = """
 executing, problems = [], []
 first = False
@@ -74,14 +73,15 @@ logging.getLogger("pipert").addHandler(logging.NullHandler())
 logging.getLogger("pipert").propagate = False
 signal.signal(signal.SIGINT, interrupt)
 pipe = two(first=Double(before), chunks=1)
-k = 0
+k, first = 0, True
+expected = pipe(ROWS)
 while len(problems) < 5:
     first = False
     where = interrupted_at(k, lambda: pipe(ROWS), of=of_pipert, ready=lambda: first)
-    if executing:
-        problems.append(f"a layer is executing after {where}")
-        while executing:
-            time.sleep(1e-3)
+    while any(worker.doing for worker in pipe.statistics().workers):
+        time.sleep(1e-3)
+    if executing or not torch.equal(pipe(ROWS), expected):
+        problems.append(f"it is not right after {where}")
     if where is None:
         break
     k += STRIDE
@@ -110,8 +110,8 @@ class Keeps(logging.Handler):
         messages.append(record.getMessage())
         if "What the workers were doing" in messages[-1]:
             gave_up.set()
-        elif LOG_IS_INTERRUPTED:
-            signal.raise_signal(signal.SIGINT)
+            if LOG_IS_INTERRUPTED:
+                raise KeyboardInterrupt
 
 def interrupt(*_):
     if not gave_up.is_set():
@@ -132,7 +132,7 @@ sender.start()
 try:
     train(pipe, ROWS)
 except KeyboardInterrupt:
-    print(len(executing), len(messages), messages[0][:18])
+    print(len(executing), len(messages) > 0)
 sender.join()
 table = messages[-1].splitlines()
 print(table[0].split(" after ")[0], "in before" in messages[-1])
@@ -151,9 +151,9 @@ pipe.close()
 
 @pytest.mark.parametrize("log_is_interrupted", [False, True])
 @pytest.mark.parametrize("how", HOWS)
-def test_the_third_ctrl_c_gives_up_like_a_timeout(how: str, log_is_interrupted: bool) -> None:
+def test_the_second_ctrl_c_gives_up_like_a_timeout(how: str, log_is_interrupted: bool) -> None:
     script = f"LOG_IS_INTERRUPTED = {log_is_interrupted}\n{INTERRUPTED_AGAIN}"
-    text = """1 2 interrupted again;
+    text = """1 True
 layers of an interrupted call had not returned True
 [['pipert-cpu-1', '1']]
 WorkerBusyError

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import pipert
 from pipert import Pipe, RecomputationError, is_checkpointing, is_recomputing
 from tests.layers import Apply
 from tests.torchscript import uses_torchscript
@@ -248,11 +249,16 @@ def test_a_scripted_layer_is_recomputed() -> None:
     assert torch.equal(found, expected)
 
 
-def test_a_lazy_layer_is_initialised_by_the_first_call_and_recomputed() -> None:
-    lazy = nn.LazyLinear(2)
-    with Pipe(nn.Sequential(lazy), [1], devices=["cpu"], chunks=2, checkpoint="always") as pipe:
+@pytest.mark.parametrize("make", [Pipe, pipert.pipeline])
+def test_a_lazy_layer_is_refused_until_it_was_called(make: Any) -> None:
+    module: Any = nn.Sequential(nn.LazyLinear(2), nn.LazyBatchNorm1d().eval())
+    cuts = [1, 1] if make is Pipe else ["1"]
+    with pytest.raises(ValueError, match="'0.weight' is not initialised; call the model once"):
+        make(module, cuts, devices=["cpu"] * 2)
+    module(torch.ones(4, 3))
+    with make(module, cuts, devices=["cpu"] * 2, chunks=2, checkpoint="always") as pipe:
         pipe(torch.ones(4, 3)).sum().backward()
-    assert lazy.weight.grad is not None and lazy.weight.grad.tolist() == [[4.0] * 3] * 2
+    assert module[0].weight.grad is not None
 
 
 @pytest.mark.parametrize("mode", [True, False])

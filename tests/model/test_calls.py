@@ -204,13 +204,6 @@ def test_parameters_that_the_model_changes_are_restored(way: str, change: str) -
         assert torch.equal(parameter, before[name][1]), name
 
 
-def test_lazy_parameters_are_refused() -> None:
-    model = Backwards()
-    model.a = nn.Sequential(nn.LazyLinear(4))
-    with pytest.raises(ValueError, match="'a.0.weight' is not initialised; call the model once"):
-        order(model, X)
-
-
 @pytest.mark.cuda
 def test_the_example_goes_where_the_model_is() -> None:
     model = Backwards().cuda()
