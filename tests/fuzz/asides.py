@@ -91,20 +91,12 @@ def containers(case: Case, module: nn.Sequential, found: Found, piped: bool) -> 
     keep(found, "containers", {"list": seen[0] if seen else None, "dict": named.get("h")})
 
 
-class Masked(nn.Module):
-    """Mixes the times of each row, or weighs them, by a mask of any of these names."""
+class Masked(Filling):
+    """Mixes the times of each row, or weighs them, by a mask of any name."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
-
-    def forward(
-        self, x: Tensor, is_split: bool, mask: Any = None, src_mask: Any = None,
-        attn_mask: Any = None,
-    ) -> Tensor:  # fmt: skip
-        h = self.first(x).tanh()
-        weights = next(each for each in (mask, src_mask, attn_mask) if each is not None)
-        y: Tensor = self.second(h * weights[..., None] if is_split else weights @ h)
+    def forward(self, x: Tensor, split: bool, **named: Tensor) -> Tensor:  # type: ignore[override]
+        h, (mask,) = self.first(x).tanh(), named.values()
+        y: Tensor = self.second(h * mask[..., None] if split else mask @ h)
         return y
 
 

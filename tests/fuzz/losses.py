@@ -23,7 +23,8 @@ from tests.fuzz.users import Found
 __all__ = ["labels"]
 
 CALLS = ["call of the model", "call of the pipe"]
-STEPS = ["the model's loss", "ready", "mean", "sum", "mean, divided", "sum, divided", "sum, added"]
+DIVIDED = ["mean, divided", "sum, divided"]
+STEPS = ["the model's loss", "ready", "mean", "sum", "sum, added", *DIVIDED]
 
 
 def labels(case: Case, module: nn.Sequential, found: Found, piped: bool) -> None:
@@ -35,12 +36,14 @@ def labels(case: Case, module: nn.Sequential, found: Found, piped: bool) -> None
     ids = torch.randint(11, (step.rows, 6))
     wanted = torch.where(torch.rand(ids.shape) < dice.choice([0.0, 0.3, 0.9]), -100, ids)
     wanted[:, 0] = wanted[0, -1] = wanted[-1, 2] = 0  # the first is in no loss, and counts alike
-    plain, model = (OWN[own](_model()) for _ in "pm")
+    plain, model = _model(), _model()
     model.load_state_dict(plain.state_dict())
+    for each in (plain, model):
+        OWN[own](each)
     y = plain(input_ids=ids, labels=wanted)
-    is_sum = way in ("sum", "sum, added")
-    expected = _loss(y, wanted, "sum") if is_sum else _loss(y, wanted)
-    expected = y.loss if way in [*CALLS, "the model's loss", "ready"] else expected
+    others: dict[str, Any] = {kind: _loss(y, wanted, kind) for kind in ("mean", "sum")}
+    others |= {"sum, added": others["sum"]} | dict.fromkeys(DIVIDED, others["mean"])
+    expected: Any = others.get(way, y.loss)
     expected.backward()
     devices = [case.devices[0], case.devices[-1]]
     options: Any = {"chunks": step.chunks, "checkpoint": step.checkpoint, "devices": devices}
@@ -53,7 +56,8 @@ def labels(case: Case, module: nn.Sequential, found: Found, piped: bool) -> None
     for text in (texts := [str(each.message) for each in seen]):
         known = ["one micro-batch"] if way in CALLS else ["denominator", "not finite"]
         assert any([part in text for part in known]), text
-    pairs = [(expected.detach(), loss), *zip(*map(_gradients, (plain, model)), strict=True)]
+    both: Any = zip(plain.parameters(), model.parameters(), strict=True)
+    pairs = [(expected, loss), *[(x.grad, y.grad) for x, y in both]]
     is_right = all([torch.allclose(x, y.cpu(), 1e-6, 1e-9) for x, y in pairs])
     is_said = any(["denominator" in text for text in texts])
     assert is_right or is_said, f"{way}, {own}: wrong"
@@ -66,7 +70,7 @@ def _take(way: str, model: Any, pipe: Any, ids: Tensor, wanted: Tensor) -> Any:
     if way in CALLS:
         loss: Any = (model if way == CALLS[0] else pipe)(input_ids=ids, labels=wanted).loss
         loss.backward()
-        return loss.detach()
+        return loss
     if way == "the model's loss":
         return pipe.forward_backward(input_ids=ids, labels=wanted)
     if way == "ready":
@@ -75,13 +79,11 @@ def _take(way: str, model: Any, pipe: Any, ids: Tensor, wanted: Tensor) -> Any:
         return pipe.forward_backward(microbatches=parts, step=lambda part: model(**part).loss)
     kind, _, how = way.partition(", ")
     count = (wanted[:, 1:] != -100).sum()
-    more: dict[str, Any] = {"divided": {"denominator": count}, "added": {"reduction": "sum"}}.get(how, {})
+    more: Any = {"divided": {"denominator": count}, "added": {"reduction": "sum"}}
     loss_fn = functools.partial(_loss, kind=kind)
-    return pipe.forward_backward(input_ids=ids, target=wanted, loss_fn=loss_fn, **more)
-
-
-def _gradients(model: nn.Module) -> list[Tensor]:
-    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return pipe.forward_backward(
+        input_ids=ids, target=wanted, loss_fn=loss_fn, **more.get(how, {})
+    )
 
 
 def _loss(output: Any, wanted: Tensor, kind: str = "mean") -> Tensor:
@@ -98,17 +100,11 @@ def _model() -> Any:
     return GPT2LMHeadModel(config).double()
 
 
-def _of_instance(model: Any) -> Any:
-    """Gives the model a forward of its own, with a mean of its own."""
-
-    def forward(self: Any, input_ids: Tensor, labels: Any = None, **more: Any) -> Any:
-        more.pop("num_items_in_batch", None)
-        output = type(self).forward(self, input_ids, **more)
-        output.loss = None if labels is None else _loss(output, labels)
-        return output
-
-    model.forward = types.MethodType(forward, model)
-    return model
+def _own_mean(self: Any, input_ids: Tensor, labels: Any = None, **more: Any) -> Any:
+    more.pop("num_items_in_batch", None)
+    output = type(self).forward(self, input_ids, **more)
+    output.loss = None if labels is None else _loss(output, labels)
+    return output
 
 
 def _added(output: Any) -> Any:
@@ -117,19 +113,16 @@ def _added(output: Any) -> Any:
     return output
 
 
-def _hooked(model: Any) -> Any:
-    model.register_forward_hook(lambda module, args, output: _added(output))
-    return model
-
-
-def _wrapped(model: Any) -> Any:
+def _wrap(model: Any) -> None:
     """Replaces the forward of the class."""
     forward: Any = type(model).forward
     wrapped = functools.wraps(forward)(lambda *args, **kwargs: _added(forward(*args, **kwargs)))
     model.__class__ = type("Wrapped", (type(model),), {"forward": wrapped})
-    return model
 
 
-OWN: dict[str, Callable[[Any], Any]] = {
-    "its own": lambda model: model, "instance": _of_instance, "hook": _hooked, "wrapped": _wrapped,
-}  # fmt: skip
+OWN: dict[str, Callable[[Any], object]] = {
+    "its own": id,
+    "instance": lambda model: setattr(model, "forward", types.MethodType(_own_mean, model)),
+    "hook": lambda model: model.register_forward_hook(lambda module, args, y: _added(y)),
+    "wrapped": _wrap,
+}

@@ -230,10 +230,11 @@ def counted(case: Case, step: Step, pipe: Any) -> Iterator[None]:
     backwards = {"no_grad": 0, "inference": 0, "evaluation": 0, "twice": 2}.get(step.how, 1)
     backwards *= step.checkpoint != "never"
     again = backwards * sum([each - (step.checkpoint == "except_last") for each in runs])
-    has_gradients = step.wants != "nothing" and not {"detach", "ignores"} & set(case.units)
-    allowed = {sum(runs) + again} if has_gradients else {sum(runs), sum(runs) + again}
+    # A gradient may not get there, or a pipe inside, which recomputes, may be all of a partition.
+    may_differ = step.wants == "nothing" or {"detach", "ignores", "pipe"} & set(case.units)
+    least, most = sum(runs) + (0 if may_differ else again), sum(runs) + again
     found = {name: calls[name] for name in layers}
-    assert set(found.values()) <= allowed, f"layers run {found} times, expected {allowed}"
+    assert all([least <= n <= most for n in found.values()]), f"{least}..{most} calls: {found}"
 
 
 @contextlib.contextmanager

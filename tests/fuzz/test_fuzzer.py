@@ -37,7 +37,6 @@ def test_random_cases_equal_the_plain_module_s_and_have_no_reports() -> None:
 
 @pytest.mark.parametrize("kind", ["labels", "masks", "draws", "autocast", "no autocast"])
 def test_two_dozen_cases_of_each_kind_have_no_failure(kind: str) -> None:
-    """Random asides beside a single step; or random steps in which computations are counted."""
     for number in range(24):
         case = draw(12, number)
         steps = [replace(step, counted=True) for step in case.steps]
