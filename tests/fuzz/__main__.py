@@ -123,8 +123,8 @@ def kinds_of(case: Case) -> list[str]:
     kinds += [f"aside: {name}" for name in case.asides]
     for step in case.steps:
         kinds += ["step: fault"] * (step.fault is not None and "fragile" in case.units)
-        flags = ("streams", "recorded", "late", "loss_there", "anomaly", "scale_on", "counts")
-        kinds += [f"step: {name}" for name in flags if getattr(step, name)]
+        flags = ("streams", "recorded", "late", "loss_there", "anomaly", "scale_on")
+        kinds += [f"step: {name}" for name in (*flags, "counts", "counted") if getattr(step, name)]
         kinds += [f"then: {what}" for what in step.then]
     return kinds
 

@@ -1,4 +1,4 @@
-"""Does what a user does beside his steps: copies the model, has containers filled, gives labels.
+"""Does what a user does beside his steps: copies the model, fills containers, gives masks, draws.
 
 Asides come after the steps of a case, and have the same results for a pipe and the plain module.
 """
@@ -8,13 +8,18 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from random import Random
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pipert import pipeline
+from pipert import Replicate, pipeline
+from tests.any_model.drawing import Model as Drawing
+from tests.any_model.drawing import outcomes
+from tests.contract.ways import CALL, MODES, Way, same
 from tests.fuzz.case import Case
+from tests.fuzz.losses import labels
 from tests.fuzz.users import Found, batches, keep
 
 __all__ = ["take_asides"]
@@ -86,38 +91,66 @@ def containers(case: Case, module: nn.Sequential, found: Found, piped: bool) -> 
     keep(found, "containers", {"list": seen[0] if seen else None, "dict": named.get("h")})
 
 
-def labels(case: Case, module: nn.Sequential, found: Found, piped: bool) -> None:
-    """Gives labels to a language model, as everybody's loop does, and trains it by its loss."""
-    from transformers import GPT2Config, GPT2LMHeadModel
+class Masked(Filling):
+    """Mixes the times of each row, or weighs them, by a mask of any name."""
 
-    settings = dict.fromkeys(["resid_pdrop", "embd_pdrop", "attn_pdrop"], 0.0)
-    ends = dict.fromkeys(["bos_token_id", "eos_token_id"], 0)
-    model = GPT2LMHeadModel(
-        GPT2Config(
-            n_layer=2, n_embd=8, n_head=2, vocab_size=11, n_positions=8,
-            **settings, **ends,
-        )  # fmt: skip
-    ).double()
-    step = case.steps[0]
-    ids = torch.randint(11, (step.rows, 6))
-    wanted = torch.where(torch.rand(ids.shape) < 0.3, -100, ids)
-    wanted[0, -1] = 0  # at least one
-    given: dict[str, Tensor] = {"input_ids": ids, "labels": wanted}
-    if piped:
-        with pipeline(
-            model, ["transformer.h.1"], devices=_two(case), chunks=step.chunks,
-            checkpoint=step.checkpoint,
-        ):  # fmt: skip
-            with warnings.catch_warnings():  # its loss is none that is known, so it is not split
-                warnings.filterwarnings("ignore", ".*labels runs in one micro-batch", UserWarning)
-                loss = model(**given).loss
-            loss.backward()
-    else:
-        loss = model(**given).loss
-        loss.backward()
-    keep(found, "loss with labels", loss.detach())
-    for name, parameter in model.named_parameters():
-        keep(found, f"gradient of {name} with labels", parameter.grad)
+    def forward(self, x: Tensor, split: bool, **named: Tensor) -> Tensor:  # type: ignore[override]
+        h, (mask,) = self.first(x).tanh(), named.values()
+        y: Tensor = self.second(h * mask[..., None] if split else mask @ h)
+        return y
+
+
+def masks(case: Case, module: nn.Sequential, found: Found, piped: bool) -> None:
+    """Gives a mask of rows or one of times; what may be either is refused, naming Replicate."""
+    if not piped:
+        return
+    dice, step = Random(case.seed), case.steps[0]
+    how, rows = dice.choice(["split", "whole", "replicated"]), step.rows
+    time, name = dice.choice([rows, 3, 5]), dice.choice(["mask", "src_mask", "attn_mask"])
+    x = torch.randn(rows, time, 3)
+    mask: Any = (torch.rand(rows if how == "split" else time, time) < 0.7).float()
+    fits_both = how != "replicated" and len(mask) == rows > 1 and step.chunks > 1
+    is_refused = fits_both and (time == rows or name == "attn_mask")
+    plain = Masked()
+    model = copy.deepcopy(plain)
+    expected = plain(x, how == "split", **{name: mask})
+    expected.sum().backward()
+    options: Any = {"chunks": step.chunks, "checkpoint": step.checkpoint}
+    given: dict[str, Any] = {name: Replicate(mask) if how == "replicated" else mask}
+    with pipeline(model, ["second"], devices=_two(case), **options) as pipe:
+        try:
+            if dice.random() < 0.5:
+                y = model(x, how == "split", **given)
+                y.sum().backward()
+            else:
+                _, y = pipe.forward_backward(
+                    x, how == "split", target=x, loss_fn=lambda y, _: y.sum(), reduction="sum",
+                    return_outputs=True, **given,
+                )  # fmt: skip
+        except ValueError as error:
+            if not (is_refused and "Replicate" in str(error)):
+                raise
+            return
+    assert not is_refused
+    same(y.cpu(), expected)
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert one.grad is not None
+        same(one.grad.cpu(), other.grad)
+
+
+def draws(case: Case, module: nn.Sequential, found: Found, piped: bool) -> None:
+    """Trains a model whose own code draws: two runs from one seed must be equal."""
+    if not piped:
+        return
+    dice = Random(case.seed)
+    way = Way(dice.choice([CALL, "gpipe", "1f1b", "eager-1f1b", "zb-h1"]), dice.choice(MODES))
+    devices = [case.devices[j % len(case.devices)] for j in range(3)]
+    with warnings.catch_warnings():  # a layer, called in place of another, may skip a cut
+        warnings.filterwarnings("ignore", "no partition begins at layer", UserWarning)
+        runs = outcomes(Drawing(case.seed), way, devices)
+    # Those of a tensor that several GPUs use are added up by autograd in no fixed order.
+    rtol = 1e-5 if way.schedule == CALL else 0.0
+    same(runs[1::2], runs[::2], rtol=rtol, atol=rtol)
 
 
 def _two(case: Case) -> list[str]:
@@ -125,5 +158,5 @@ def _two(case: Case) -> list[str]:
 
 
 ASIDES: dict[str, Callable[[Case, nn.Sequential, Found, bool], None]] = {
-    "copies": copies, "containers": containers, "labels": labels,
+    "copies": copies, "containers": containers, "labels": labels, "masks": masks, "draws": draws,
 }  # fmt: skip

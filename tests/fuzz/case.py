@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 __all__ = ["Case", "Step", "draw"]
@@ -19,7 +19,9 @@ UNITS = {  # groups of layers, and their weights; see layers.py
     "integers": 2, "ignores": 1, "lengths": 1, "pipe": 1, "batch norm": 1, "dropout": 1,
     "noise": 1, "fragile": 2,
 }  # fmt: skip
-CHANCES = {"functions": 0.3, "copies": 0.3, "containers": 0.1, "labels": 0.02}
+CHANCES = {
+    "functions": 0.3, "copies": 0.3, "containers": 0.1, "labels": 0.06, "masks": 0.1, "draws": 0.04,
+}  # fmt: skip
 """What may be drawn besides: ``"functions"`` puts weights, which may be tied, into functions of a
 user's own; the others are names of ``asides.ASIDES``."""
 DEVICES = ["cuda:0", "cuda:1", "cuda:2", "cuda:3", "cpu"]
@@ -60,6 +62,8 @@ class Step:
     """Whether a step of a model in place is a function that calls it."""
     late: bool = False
     """Whether the inputs are overwritten before the backward, if a plain GPU would allow that."""
+    counted: bool = False
+    """Whether it is counted how often each layer runs."""
     then: tuple[str, ...] = ()
     """The user's next actions: ``'refill'``, ``'step'``, ``'zero'``, ``'none'``, ``'drop'``."""
 
@@ -110,7 +114,7 @@ def draw(seed: int, number: int) -> Case:
             units = (*units[:k], unit, *units[k:])
     if dice.random() < 0.3:  # partitions are placed on two devices in turn
         devices = tuple(dice.sample(DEVICES[:4], 2))
-    return Case(
+    case = Case(
         seed=dice.randrange(1000),
         units=units,
         skips=tuple(
@@ -128,6 +132,8 @@ def draw(seed: int, number: int) -> Case:
         asides=tuple(name for name in asides if name != "functions"),
         steps=tuple(_step(dice, devices) for _ in range(dice.randint(1, 4))),
     )
+    steps = [replace(step, counted=more.random() < 0.4) for step in case.steps]
+    return replace(case, steps=tuple(steps))
 
 
 def _step(dice: Random, devices: tuple[str, ...]) -> Step:

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,6 +21,7 @@ from tests.fuzz.layers import RANDOM, Fault, Fragile, Model, build
 from tests.fuzz.orders import schedule_of
 from tests.fuzz.users import (
     GPUS,
+    SCHEDULES,
     Batch,
     Found,
     allocate,
@@ -31,6 +33,7 @@ from tests.fuzz.users import (
     keep,
     loss_of,
     parts_of,
+    rows_of,
     take,
 )
 
@@ -141,7 +144,7 @@ def _step_of_pipe(case: Case, k: int, pipe: Any, batch: Batch, found: Found) -> 
     at_once = at_once and not step.anomaly
     values = list(found.values)
     record = pipe.record() if step.recorded else contextlib.nullcontext()
-    with anomalies(step), armed(case, step, pipe), record as seen:
+    with anomalies(step), armed(case, step, pipe), counted(case, step, pipe), record as seen:
         try:
             take(step, batch, found, forward, whole, before_backward, at_once)
         except Fault:
@@ -202,6 +205,36 @@ def precision(case: Case) -> Iterator[None]:
         torch.autocast("cpu", torch.bfloat16, enabled=case.autocast),
     ):
         yield
+
+
+@contextlib.contextmanager
+def counted(case: Case, step: Step, pipe: Any) -> Iterator[None]:
+    """Asserts that each layer runs once for each micro-batch, and once again where recomputed."""
+    if not step.counted or step.fault is not None and "fragile" in case.units:
+        yield
+        return
+    layers = dict(getattr(pipe, "module", pipe).named_children())
+    calls: Counter[str] = Counter()
+    handles = [
+        layer.register_forward_pre_hook(lambda *_, name=name: calls.update([name]))
+        for name, layer in layers.items()
+    ]
+    yield
+    for handle in handles:
+        handle.remove()
+    m = whole = min(chunks_of(case, step), rows_of(case, step))
+    if step.ready and not case.several:
+        whole = len(parts_of(case, step))
+    run = [whole if step.how in SCHEDULES else m]
+    runs = {"two calls": [m, m], "two threads": [m, whole]}.get(step.how, run)
+    backwards = {"no_grad": 0, "inference": 0, "evaluation": 0, "twice": 2}.get(step.how, 1)
+    backwards *= step.checkpoint != "never"
+    again = backwards * sum([each - (step.checkpoint == "except_last") for each in runs])
+    # A gradient may not get there, or a pipe inside, which recomputes, may be all of a partition.
+    may_differ = step.wants == "nothing" or {"detach", "ignores", "pipe"} & set(case.units)
+    least, most = sum(runs) + (0 if may_differ else again), sum(runs) + again
+    found = {name: calls[name] for name in layers}
+    assert all([least <= n <= most for n in found.values()]), f"{least}..{most} calls: {found}"
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ import gc
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -28,6 +29,22 @@ pytestmark = [pytest.mark.slow, pytest.mark.cuda, pytest.mark.multi_gpu, four_gp
 def test_random_cases_equal_the_plain_module_s_and_have_no_reports() -> None:
     for number in range(25):
         case = draw(12, number)
+        try:
+            check(case)
+        except Failure as failure:
+            pytest.fail(f"{failure}\n{case!r}", pytrace=False)
+
+
+@pytest.mark.parametrize("kind", ["labels", "masks", "draws", "autocast", "no autocast"])
+def test_two_dozen_cases_of_each_kind_have_no_failure(kind: str) -> None:
+    for number in range(24):
+        case = draw(12, number)
+        steps = [replace(step, counted=True) for step in case.steps]
+        if "autocast" in kind:
+            case = replace(case, asides=(), autocast=kind == "autocast", steps=tuple(steps))
+        else:
+            step = Step(rows=steps[0].rows, chunks=steps[0].chunks, checkpoint=steps[0].checkpoint)
+            case = Case(seed=number, devices=case.devices, asides=(kind,), steps=(step,))
         try:
             check(case)
         except Failure as failure:
