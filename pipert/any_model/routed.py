@@ -91,8 +91,7 @@ class Routed(Guest):
         if self.is_outside():
             return self.send(self._plain(), *args, **kwargs)
         if self._pipe is not None and self._pipe.splits_or_recomputes():
-            if self._makes_cache(arguments := self.named(args, kwargs), torch.is_grad_enabled()):
-                kwargs["use_cache"] = _refuse_packed(self._module, arguments)
+            kwargs |= self._use_cache(self.named(args, kwargs), not torch.is_grad_enabled(), False)
         return self._plain()(*args, **kwargs)
 
     def forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -158,8 +157,7 @@ class Routed(Guest):
             self._warn_of_loss(pipe)
             whole = args, kwargs
         keeps = not torch.is_grad_enabled() or not pipe.splits_or_recomputes(bool(why))
-        if makes_cache or self._makes_cache(arguments, may=not keeps):
-            changed["use_cache"] = keeps or _refuse_packed(self._module, arguments)
+        changed |= self._use_cache(arguments, keeps)
         before = None if check is None else Before(self._module)
         try:
             y = pipe.call_model(
@@ -227,21 +225,30 @@ class Routed(Guest):
         names = self.__signature__.parameters if args else ()
         return {**dict(zip(names, args, strict=False)), **kwargs}
 
-    def _makes_cache(self, arguments: Mapping[str, Any], may: bool = False) -> bool:
-        """Whether the module, one of transformers, makes a cache that nobody has asked for.
+    def _use_cache(
+        self, arguments: Mapping[str, Any], keeps: bool, makes: bool = True
+    ) -> dict[str, bool]:
+        """Return the ``use_cache`` with which to call the module, if nobody has asked for one.
 
-        If it ``may``, as its decoder has a config of its own, that is enough.
+        Args:
+            arguments: those of the call.
+            keeps: whether a decoder inside, which may have a config of its own, may make a cache.
+            makes: whether the module may make one itself.
         """
+        if self._makes_cache(arguments):
+            return {"use_cache": makes and keeps or _refuse_packed(self._module, arguments)}
+        is_open = getattr(self._module, "config", None) is not None and not keeps
+        is_open &= "use_cache" in self.__signature__.parameters and not _has_cache(arguments)
+        return {"use_cache": False} if is_open else {}
+
+    def _makes_cache(self, arguments: Mapping[str, Any]) -> bool:
+        """Whether the module, one of transformers, makes a cache that nobody has asked for."""
         config = getattr(self._module, "config", None)
-        names = "use_cache", "past_key_values"
-        if config is None or any([arguments.get(name) is not None for name in names]):
-            return False
-        parameters = self.__signature__.parameters
-        if may and "use_cache" in parameters:
-            return True
         text_config = getattr(config, "get_text_config", lambda: config)()
-        takes_any = any([p.kind is p.VAR_KEYWORD for p in parameters.values()])
-        return getattr(text_config, "use_cache", False) and ("use_cache" in parameters or takes_any)
+        if not getattr(text_config, "use_cache", False) or _has_cache(arguments):
+            return False
+        parameters = self.__signature__.parameters.values()
+        return any([p.name == "use_cache" or p.kind is p.VAR_KEYWORD for p in parameters])
 
     def remove(self) -> None:
         """Call the plain ``forward`` from now on, also if someone has wrapped this one."""
@@ -297,6 +304,11 @@ _MASKS = {"attn_mask", "mask", "memory_mask", "src_mask", "tgt_mask"}
 def _rows_in(arguments: Mapping[str, Any], first: Tensor | None) -> Tensor | None:
     """Return the argument whose rows are the mini-batch's."""
     return next((arguments[k] for k in _FIRST if isinstance(arguments.get(k), Tensor)), first)
+
+
+def _has_cache(arguments: Mapping[str, Any]) -> bool:
+    """Whether a call says whether to use a cache."""
+    return any([arguments.get(name) is not None for name in ("use_cache", "past_key_values")])
 
 
 def _first_tensor(values: Iterable[Any]) -> Tensor | None:
