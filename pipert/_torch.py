@@ -1,4 +1,4 @@
-"""The private names of torch that pipert uses, and what happens without one.
+"""The private names of torch, and one of Python, that pipert uses, and what happens without one.
 
 Any release of torch may drop such a name. So each is looked up here, once, at import:
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import importlib
 import operator
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -308,3 +309,16 @@ set_thread_name: Callable[[str], None] = _or(
     lambda _: None, "torch.multiprocessing:_set_thread_name"
 )
 """Names the current thread for the operating system."""
+
+# Python -------------------------------------------------------------------------------------------
+
+
+def import_awaited(thread: int | None) -> str:
+    """Return the module whose import ``thread`` waits for while this thread imports it, or ''.
+
+    Where Python lacks the name, a call waits until its time limit.
+    """
+    awaited: dict[int | None, Any] = getattr(importlib._bootstrap, "_blocking_on", {})
+    locks = awaited.get(thread, ())
+    locks = locks if isinstance(locks, list | tuple) else [locks]  # Python 3.11 has one lock
+    return next((lock.name for lock in locks if lock.owner == threading.get_ident()), "")

@@ -86,7 +86,10 @@ class WorkerBusyError(PipertError):
 
 
 class ReentrantCallError(PipertError):
-    """A layer called the pipe that runs it, so the call would wait for itself for ever."""
+    """A call would wait for itself for ever.
+
+    A layer called the pipe that runs it, or imports a module that the calling thread is importing.
+    """
 
 
 class RecomputationError(PipertError):

@@ -27,6 +27,7 @@ from pipert.errors import (
     PipeClosedError,
     PipelineTimeout,
     PipertError,
+    ReentrantCallError,
     WorkerBusyError,
     WorkerDiedError,
 )
@@ -93,7 +94,8 @@ class Waiting:
             self.post(posting)  # once, if it was posted before
             if self._wait(run, posting, threads, timeout):
                 return
-            error = self.timed_out("a call of the pipe was not over", timeout)
+            error: PipertError | None = _deadlock(threads)
+            error = error or self.timed_out("a call of the pipe was not over", timeout)
             self._give_up(run, posting)
         except BaseException:
             try:
@@ -109,7 +111,8 @@ class Waiting:
     def _wait(
         self, run: Run, posting: Posting, threads: list[WorkerThread], timeout: float | None
     ) -> bool:
-        """Wait until nothing of the run is queued or executing; ``False`` if time runs out (R6).
+        """Wait until nothing of the run is queued or executing; ``False`` if that cannot be waited
+        for: time runs out, or a worker waits for an import of this thread (R6).
 
         A worker that dies settles its tasks, except one that it was just taking or settling when
         something outside ended it. So every now and then the caller checks that all are alive. If
@@ -118,7 +121,7 @@ class Waiting:
         deadline = math.inf if timeout is None else monotonic() + timeout
         interval, lost = CHECK, 0
         while not run.outcome.wait(max(0.0, min(interval, deadline - monotonic()))):
-            if monotonic() >= deadline:
+            if monotonic() >= deadline or _deadlock(threads):
                 return False
             needed = threads[: self._clock] if posting.is_done else threads
             dead = [thread.name for thread in needed if not thread.is_alive()]
@@ -177,6 +180,18 @@ class Waiting:
     def timed_out(self, what: str, timeout: float | None) -> PipelineTimeout:
         """Build the error that ``what`` took too long."""
         return timed_out(what, timeout or 0.0, self.workers(), self._pool.stack)
+
+
+def _deadlock(threads: list[WorkerThread]) -> ReentrantCallError | None:
+    """Return the error of a call whose layer waits for an import of this thread, if one does."""
+    for thread in threads:
+        if name := thread.import_awaited():
+            return ReentrantCallError(
+                f"a layer on {thread.name} imports {name!r}, which the thread that calls the pipe "
+                "is importing: each would wait for the other. Call the pipe after that import, or "
+                "import what the layer needs before the call"
+            )
+    return None
 
 
 def _statistics(view: WorkerView) -> WorkerStatistics:

@@ -150,7 +150,7 @@ class Pool:
         for thread in threads:
             if thread.is_alive():  # a thread never started cannot be joined
                 thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
-        return [k for k, t in enumerate(threads) if t.is_alive()]
+        return [k for k, t in enumerate(threads) if t.is_alive() and not t.import_awaited()]
 
     def views(self) -> list[WorkerView]:
         """Return what each worker is doing. Thread-safe."""

@@ -14,15 +14,16 @@ from __future__ import annotations
 
 import enum
 import logging
+import math
 import threading
 import traceback
 from functools import partial
-from time import perf_counter
+from time import monotonic, perf_counter
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from pipert._torch import set_thread_name
+from pipert._torch import import_awaited, set_thread_name
 from pipert.errors import PipeClosedError, WorkerDiedError
 from pipert.queues.closable import ClosableQueue, QueueClosed
 from pipert.queues.process_lock import ProcessLock
@@ -138,6 +139,18 @@ class WorkerThread(threading.Thread):
     def serves(self) -> bool:
         """Return whether it takes tasks. A thread about to end does not, though it is alive."""
         return self.is_alive() and not self.in_queue.is_closed()
+
+    def import_awaited(self) -> str:
+        """Return the module that its task imports and the current thread is importing, or ''."""
+        return import_awaited((self.executed_by or self).ident)
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait until it has ended, but not for an import that waits for the current thread's."""
+        deadline = math.inf if timeout is None else monotonic() + timeout
+        while self.is_alive() and not self.import_awaited():
+            super().join(max(0.0, min(CHECK, deadline - monotonic())))
+            if monotonic() >= deadline:
+                return
 
     def stop(self) -> None:
         """Let the thread end after its current task and abandon the others. From anywhere."""
