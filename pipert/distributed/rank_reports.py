@@ -20,6 +20,7 @@ from pipert.layers.compiling import refuse_compilation
 from pipert.layers.modules import compute_cached
 from pipert.layers.random_numbers import next_seed
 from pipert.stage.loss import Loss, LossFunction, check_step, denominator_of, loss_of, scale_of
+from pipert.stage.loss_checks import unequal_counts, warn_of_unequal_counts
 from pipert.workers.context import refuse_transforms
 
 
@@ -86,8 +87,11 @@ def prepare(
     call: Call,
     settings: RankSettings,
     tied: dict[int, bool],
+    checks: bool = False,
 ) -> tuple[RankReport, list[Value], Callable[[Sequence[int]], Loss] | None]:
     """Check what this rank has for a mini-batch, and split it into micro-batches.
+
+    If it ``checks``, it warns of targets of which unequal numbers count.
 
     Returns:
         The report; the input of each micro-batch, where this rank's count; and on the last one of a
@@ -119,6 +123,9 @@ def prepare(
 
             def make_loss(sizes: Sequence[int]) -> Loss:
                 each = targets if target_sizes else [targets[0]] * len(sizes)
+                if checks and target_sizes and call.reduction == "mean" and denominator is None:
+                    if counts := unequal_counts(each, sizes):
+                        warn_of_unequal_counts(counts, "loss_fn")
                 return loss_of(function, each, sizes, call.reduction, denominator, scale)
 
             loss_of_sizes = make_loss

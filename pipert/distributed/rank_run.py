@@ -103,7 +103,10 @@ class RankRuntime:
         inputs_of = "first" if replayed is None else replayed.inputs
         with site.agreement.agreeing("a mini-batch") as reports:
             tied = {one.number: one.parameter.requires_grad for one in self.tied}
-            report, inputs, make_loss = prepare(site, modules, inputs_of, call, settings, tied)
+            checks = self.counters.runs & (self.counters.runs + 1) == 0  # mini-batches 1, 2, 4 ...
+            report, inputs, make_loss = prepare(
+                site, modules, inputs_of, call, settings, tied, checks
+            )
             reports.append(report)
         check(site, reports)
         first = site.agreement.of(site.homes[0], reports)
