@@ -74,6 +74,20 @@ def test_what_is_not_the_loss_of_the_mini_batch_is_said_once(name: str, ready: b
         assert re.search(expected, found[0][0])
 
 
+@pytest.mark.parametrize(("kind", "expected"), [("sum", SUM), ("mean", "")])
+def test_a_loss_that_was_added_up_in_half_precision_is_a_sum_or_a_mean(
+    kind: str, expected: str
+) -> None:
+    def loss(y: Tensor, t: Tensor) -> Tensor:
+        return F.cross_entropy(y.bfloat16(), t, reduction=kind)
+
+    x = torch.rand(80, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    torch.manual_seed(0)
+    with Pipe(nn.Sequential(linear(3, 3)), [1], devices=["cpu"], chunks=2) as pipe:
+        found = said(pipe, x, target=Y.repeat(10), loss_fn=loss)
+    assert bool(found) == bool(expected) and re.search(expected, "".join(found))
+
+
 def test_labels_of_ready_micro_batches_of_a_step_function_are_counted() -> None:
     model = nn.Sequential(linear(3, 3), linear(3, 3))
     batches = [{"x": x, "labels": t} for x, t in zip(X.chunk(4), SOME.chunk(4), strict=True)]
