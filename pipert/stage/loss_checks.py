@@ -38,11 +38,14 @@ def unequal_counts(targets: Sequence[Value], weights: Sequence[int]) -> list[int
         weights: how much each micro-batch counts.
     """
     labels = [list(filter(_may_ignore, tensors_of(target)[0])) for target in targets]
-    counts = [sum([int((x != IGNORED).sum()) for x in each]) for each in labels]
-    pairs = zip(counts, weights, strict=True)
-    is_even = all([count * sum(weights) == sum(counts) * weight for count, weight in pairs])
-    all_count = sum(counts) == sum([x.numel() for each in labels for x in each])
-    return [] if is_even or all_count else counts
+    for k in (0, 1):  # a loss of text may leave out the first of each row, as it predicts the next
+        parts = [[x[..., k:] if x.dim() > 1 else x for x in each] for each in labels]
+        counts = [sum([int((x != IGNORED).sum()) for x in each]) for each in parts]
+        pairs = zip(counts, weights, strict=True)
+        is_even = all([count * sum(weights) == sum(counts) * weight for count, weight in pairs])
+        if not is_even and sum(counts) < sum([x.numel() for each in parts for x in each]):
+            return counts
+    return []
 
 
 def warn_of_unequal_counts(counts: Sequence[int], what: str) -> None:

@@ -36,9 +36,20 @@ def fixed(y: Tensor, t: Tensor) -> Tensor:
 
 COUNT = "^the micro-batches have 2, 1, 1, 0 targets that count.*denominator="
 SUM, MEAN = "^loss_fn returns a sum.*reduction='sum'", "^loss_fn returns a mean"
+
+
+def shifted(y: Tensor, t: Tensor) -> Tensor:
+    return F.cross_entropy(y, t[:, 1])
+
+
+TEXT = torch.stack([torch.tensor([0, 0, 0, 0, 0, 0, -100, 0]), Y], 1)
+TEXT[1, 1] = -100  # each row counts one of its two, but for the second
 CASES: dict[str, tuple[dict[str, Any], str]] = {
     "a mean over unequal numbers": ({"loss_fn": mean, "target": SOME}, COUNT),
     "a mean over equal numbers": ({"loss_fn": mean, "target": AS_MANY}, ""),
+    "a mean over unequal numbers behind the first": (
+        {"loss_fn": shifted, "target": TEXT}, "targets that count",
+    ),
     "a mean over all": ({"loss_fn": mean, "target": Y}, ""),
     "a sum": ({"loss_fn": total, "target": Y}, SUM),
     "a sum in an object": ({"loss_fn": nn.CrossEntropyLoss(reduction="sum"), "target": Y}, SUM),
