@@ -170,4 +170,5 @@ class LossChecks:
 def _labels_in(value: Value) -> Value:
     """Return the labels in the arguments of a micro-batch."""
     named = value.kwargs if isinstance(value, Arguments) else value
-    return [x for k, x in named.items() if "label" in k] if isinstance(named, Mapping) else []
+    items = named.items() if isinstance(named, Mapping) else ()
+    return [x for name, x in items if "label" in str(name)]
