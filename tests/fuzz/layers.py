@@ -235,20 +235,16 @@ def build(case: Case, piped: bool) -> Model:
     ends = [0, *cuts, len(layers)]
     balance = [end - start for start, end in zip(ends, ends[1:], strict=False)]
     devices = [case.devices[j % len(case.devices)] for j in range(len(balance))]
-    inner = _nest(case, model, balance, devices) if piped else []
-    return Model(model, balance, devices, inner)
+    return Model(model, balance, devices, _nest(model, balance, devices) if piped else [])
 
 
-def _nest(
-    case: Case, model: nn.Sequential, balance: list[int], devices: list[str]
-) -> list[Pipe]:
+def _nest(model: nn.Sequential, balance: list[int], devices: list[str]) -> list[Pipe]:
     """Replaces inner Sequentials by pipes on the device of their partition; returns the pipes."""
     home = [device for device, count in zip(devices, balance, strict=True) for _ in range(count)]
     inner = []
     for k, layer in enumerate(model):
         if type(layer) is nn.Sequential:
-            mode = "never" if any(step.how == "penalty" for step in case.steps) else None
-            pipe = Pipe(layer, [1, 1], devices=[home[k]] * 2, chunks=2, checkpoint=mode)
+            pipe = Pipe(layer, [1, 1], devices=[home[k]] * 2, chunks=2)
             model[k] = pipe
             inner.append(pipe)
     return inner

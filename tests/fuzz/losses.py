@@ -46,11 +46,9 @@ def labels(case: Case, module: nn.Sequential, found: Found, piped: bool) -> None
     expected: Any = others.get(way, y.loss)
     expected.backward()
     devices = [case.devices[0], case.devices[-1]]
-    options: Any = {"chunks": step.chunks, "checkpoint": step.checkpoint, "devices": devices}
-    with (
-        warnings.catch_warnings(record=True) as seen,
-        pipeline(model, ["transformer.h.1"], **options) as pipe,
-    ):
+    options: Any = {"chunks": step.chunks, "checkpoint": step.checkpoint}
+    pipe = pipeline(model, ["transformer.h.1"], devices=devices, **options)
+    with warnings.catch_warnings(record=True) as seen, pipe:
         warnings.simplefilter("always")
         loss = _take(way, model, pipe, ids, wanted)
     for text in (texts := [str(each.message) for each in seen]):
@@ -80,10 +78,8 @@ def _take(way: str, model: Any, pipe: Any, ids: Tensor, wanted: Tensor) -> Any:
     kind, _, how = way.partition(", ")
     count = (wanted[:, 1:] != -100).sum()
     more: Any = {"divided": {"denominator": count}, "added": {"reduction": "sum"}}
-    loss_fn = functools.partial(_loss, kind=kind)
-    return pipe.forward_backward(
-        input_ids=ids, target=wanted, loss_fn=loss_fn, **more.get(how, {})
-    )
+    more = {"loss_fn": functools.partial(_loss, kind=kind), **more.get(how, {})}
+    return pipe.forward_backward(input_ids=ids, target=wanted, **more)
 
 
 def _loss(output: Any, wanted: Tensor, kind: str = "mean") -> Tensor:

@@ -56,6 +56,8 @@ def in_pipe(case: Case, first: Found | None = None) -> Found:
     with contextlib.ExitStack() as stack:
         for inner in model.inner:
             stack.enter_context(inner)
+            if any(step.how == "penalty" for step in case.steps):
+                inner.checkpoint = "never"
         pipe = stack.enter_context(_pipe_of(case, model))
         optimizer = optimizer_of(pipe)
         left = batches(case, model.devices[-1])
@@ -222,9 +224,8 @@ def counted(case: Case, step: Step, pipe: Any) -> Iterator[None]:
     yield
     for handle in handles:
         handle.remove()
-    m = whole = min(chunks_of(case, step), rows_of(case, step))
-    if step.ready and not case.several:
-        whole = len(parts_of(case, step))
+    m = min(chunks_of(case, step), rows_of(case, step))
+    whole = len(parts_of(case, step)) if step.ready and not case.several else m
     run = [whole if step.how in SCHEDULES else m]
     runs = {"two calls": [m, m], "two threads": [m, whole]}.get(step.how, run)
     backwards = {"no_grad": 0, "inference": 0, "evaluation": 0, "twice": 2}.get(step.how, 1)
