@@ -90,7 +90,8 @@ class Routed(Guest):
             return disable(self.__call__)(*args, **kwargs)
         if self.is_outside():
             return self.send(self._plain(), *args, **kwargs)
-        if self._pipe is not None and self._pipe.splits_or_recomputes():
+        has_config = getattr(self._module, "config", None) is not None
+        if has_config and self._pipe is not None and self._pipe.splits_or_recomputes():
             kwargs |= self._use_cache(self.named(args, kwargs), not torch.is_grad_enabled(), False)
         return self._plain()(*args, **kwargs)
 
@@ -157,7 +158,8 @@ class Routed(Guest):
             self._warn_of_loss(pipe)
             whole = args, kwargs
         keeps = not torch.is_grad_enabled() or not pipe.splits_or_recomputes(bool(why))
-        changed |= self._use_cache(arguments, keeps)
+        if getattr(self._module, "config", None) is not None:
+            changed |= self._use_cache(arguments, keeps)
         before = None if check is None else Before(self._module)
         try:
             y = pipe.call_model(
@@ -228,7 +230,7 @@ class Routed(Guest):
     def _use_cache(
         self, arguments: Mapping[str, Any], keeps: bool, makes: bool = True
     ) -> dict[str, bool]:
-        """Return the ``use_cache`` with which to call the module, if nobody has asked for one.
+        """Return the ``use_cache`` for a module of transformers, if nobody has asked for one.
 
         Args:
             arguments: those of the call.
@@ -237,9 +239,8 @@ class Routed(Guest):
         """
         if self._makes_cache(arguments):
             return {"use_cache": makes and keeps or _refuse_packed(self._module, arguments)}
-        is_open = getattr(self._module, "config", None) is not None and not keeps
-        is_open &= "use_cache" in self.__signature__.parameters and not _has_cache(arguments)
-        return {"use_cache": False} if is_open else {}
+        is_open = not keeps and "use_cache" in self.__signature__.parameters
+        return {"use_cache": False} if is_open and not _has_cache(arguments) else {}
 
     def _makes_cache(self, arguments: Mapping[str, Any]) -> bool:
         """Whether the module, one of transformers, makes a cache that nobody has asked for."""

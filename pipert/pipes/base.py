@@ -7,7 +7,7 @@ import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from functools import cache, partial
+from functools import cache
 from itertools import starmap
 from typing import Any, Self
 
@@ -291,8 +291,8 @@ class PipeBase(Settings):
             self._advise(batch.inputs)
         checkpointed = recomputed_in_each(self._checkpoint_of(call.schedule), m, n)
         planned = plan(call.schedule, m, n, self._runtime.workers, checkpointed)
-        models = self._runtime.model.entry, call.loss_fn
-        beside = cache(partial(unpartitioned_weights, self._partitions, models))
+        models, partitions = self._runtime.model, self._partitions
+        beside = cache(lambda: unpartitioned_weights(partitions, (models.entry, call.loss_fn)))
         step = Step(loss, call.return_outputs, beside)
         total = self._step(batch.inputs, planned, step, seconds, call.own)
         return (total, step.output) if call.return_outputs else total

@@ -40,8 +40,9 @@ class _Sum:
 
     def add(self, gradient: Tensor) -> None:
         """Add ``gradient`` out of place, since others may hold the total."""
-        if self.is_plain(gradient) and type(self.weight) in _PLAIN:  # others have no ``empty_like``
-            # In the memory format of the weight, which may live on another device.
+        if _are_plain(self.total, gradient) and type(self.weight) in _PLAIN:
+            # In the memory format of the weight, which may live on another device. Tensors of other
+            # classes have no ``empty_like``.
             like = {"dtype": self.total.dtype, "device": gradient.device}
             result = torch.empty_like(self.weight, **like)  # type: ignore[arg-type]
             self.total = torch.add(self.total, gradient, out=result)
@@ -51,10 +52,11 @@ class _Sum:
             self.total = self.total + gradient
         self.is_own = True
 
-    def is_plain(self, gradient: Tensor) -> bool:
-        """Whether the total and ``gradient`` are dense, and of no other class."""
-        strided = self.total.layout == gradient.layout == torch.strided
-        return strided and type(self.total) in _PLAIN and type(gradient) in _PLAIN
+
+def _are_plain(total: Tensor, gradient: Tensor) -> bool:
+    """Return whether both are dense, and of no other class."""
+    strided = total.layout == gradient.layout == torch.strided
+    return strided and type(total) in _PLAIN and type(gradient) in _PLAIN
 
 
 class Gradients:
@@ -84,7 +86,7 @@ class Gradients:
             entry = self._sums.get(id(weight))
             if entry is None:
                 self._sums[id(weight)] = _Sum(weight, gradient)
-            elif entry.is_own and entry.is_plain(gradient):
+            elif entry.is_own and _are_plain(entry.total, gradient):
                 totals.append(entry.total)
                 added.append(gradient)
             else:

@@ -237,23 +237,17 @@ class Loss:
         """
         try:
             if not self.draws:
-                return self._watched(i, output, target)
+                return self._computed(i, output, target)
             kind = f"loss {id(self._function)}", place.j  # callers at once may have others
             with TaskRng(seed, place.number_of_loss(i), place.device, kind):
-                return self._watched(i, output, target)
+                return self._computed(i, output, target)
         except BaseException as error:
             if not self.is_returned:
                 add_note(error, partial(_note, i, place, output, target))
             raise
 
-    def _watched(self, i: int, output: Value, target: Value) -> Tensor:
-        loss = self._checked(self._function(output, target))
-        if i == len(self.targets) - 1 and self.watch is not None:
-            with torch.no_grad():
-                self.watch.look(self._function, loss.detach(), output, target)
-        return loss
-
-    def _checked(self, loss: Any) -> Tensor:
+    def _computed(self, i: int, output: Value, target: Value) -> Tensor:
+        loss: Any = self._function(output, target)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             remedy = "reduce it over the rows of the micro-batch"
             if loss is None:
@@ -274,6 +268,9 @@ class Loss:
         if loss.is_complex():
             raise TypeError(f"{self._name} must return a real number, got {describe(loss)}")
         self.is_differentiable |= loss.requires_grad
+        if i == len(self.targets) - 1 and self.watch is not None:
+            with torch.no_grad():
+                self.watch.look(self._function, loss.detach(), output, target)
         return loss
 
     def share_of(self, i: int, loss: Tensor) -> Tensor:
