@@ -168,7 +168,7 @@ def test_only_the_first_faults_are_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("named", "why"), [("cuda:99", "cuda:99"), ("cpu,tpu", "tpu"), ("", "Device")]
+    ("named", "why"), [("cuda:99", "cuda:99"), ("cpu,tpu", "tpu"), ("", "got ''")]
 )
 def test_devices_that_are_not_there_are_refused(
     capsys: pytest.CaptureFixture[str], named: str, why: str

@@ -596,11 +596,11 @@ def test_what_crosses_cannot_be_received() -> None:
 
 def warns_of_loss(rank: int) -> None:
     pipe = distributed.Pipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), [1, 1], chunks=4)
-    x = torch.ones(8, 4)
+    x, target = torch.ones(8, 4), torch.tensor([0, 1, 2, 3, -100, -100, 0, 1])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        loss_fn = nn.MSELoss(reduction="sum")
-        kind, text = caught(lambda: pipe.forward_backward(x, target=x, loss_fn=loss_fn))
+        loss_fn = nn.CrossEntropyLoss()
+        kind, text = caught(lambda: pipe.forward_backward(x, target=target, loss_fn=loss_fn))
     assert kind is (UserWarning if rank else distributed.RankError) and "reduction='sum'" in text
     step(pipe)
 
