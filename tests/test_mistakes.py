@@ -207,9 +207,6 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: step(lambda y, _: y.sum(), denominator=0), ValueError,
         "denominator must be finite and positive, got 0",
     ),
-    "a list for the input": (
-        lambda: call(LIST), TypeError, "the input must be a tensor, got a list of numbers; write",
-    ),
     "a list for the tokens": (
         lambda: call(input_ids=LIST), TypeError, "input_ids must be a tensor, got a list",
     ),

@@ -245,7 +245,7 @@ def test_refused_setting_leaves_the_old_one(pipe: Pipe, name: str, value: Any) -
 
 def test_repr_shows_partitions_and_layers(pipe: Pipe) -> None:
     assert repr(pipe).splitlines() == [
-        "Pipe(chunks=2, checkpoint='except_last'",
+        "Pipe(chunks=2, checkpoint='never'",
         "  partition 0 on cpu:",
         "    (0): Linear(in_features=2, out_features=3, bias=True)",
         "  partition 1 on cpu:",

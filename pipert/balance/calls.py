@@ -152,7 +152,7 @@ def measure_calls(
         try:
             then(model(*args, **kwargs))
         except TypeError as error:
-            explain_example(error, args, kwargs)
+            explain_example(error, model, Arguments(args, kwargs))
             raise
         calls.end_own_code(())
     return calls.costs()

@@ -15,7 +15,6 @@ chunk, and of micro-batches that are :func:`ready`, nothing is split, so rows do
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from inspect import signature
 from numbers import Real
@@ -116,20 +115,21 @@ def explain_mapping(error: BaseException, value: Value, function: Callable[..., 
             error.add_note("the model got a dict as its one argument; to pass the entries: **batch")
 
 
-def explain_example(error: TypeError, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+def explain_example(error: TypeError, model: Any, example: Arguments) -> None:
     """Add how the arguments in an example are given."""
-    if isinstance((*args, None)[0], list):
+    if isinstance((*example.args, None)[0], list):
         error.add_note("a list is one argument; positional arguments are a tuple: example=(x,)")
-    if kwargs:
-        explain_keywords(error)
+    if example.kwargs:
+        explain_keywords(error, model)
 
 
-def explain_keywords(error: TypeError, own: Sequence[str] = ()) -> None:
-    """Add where an unexpected keyword comes from: a call with keywords of its ``own``, or a dict.
+def explain_keywords(error: TypeError, model: Any, own: Sequence[str] = ()) -> None:
+    """Add where a keyword comes from that ``model``, or a first layer, does not take.
 
-    Without ``own`` the arguments were given as a dict: an example, or a micro-batch.
+    That is a call with keywords of its ``own``; without, a dict: an example, or a micro-batch.
     """
-    if re.search(r"unexpected keyword argument '(.*?)'", str(error)):
+    forward = f"{type(model).forward.__qualname__}() got an unexpected keyword argument"
+    if str(error).startswith(forward):
         error.add_note(
             f"keywords other than {', '.join(own)} go to the model"
             if own
@@ -171,11 +171,9 @@ def scatter_with_sizes(
     """Like :func:`scatter`; also return each micro-batch's number of rows: 1 if it is unknown."""
     leaves, spec = flatten((args, kwargs), is_whole_in_rows if chunks > 1 else is_whole)
     batch: int | None = None
-    alone = args[0] if args and not any([isinstance(x, Tensor) for x in leaves]) else None
-    given = {"the input": alone, **kwargs}
-    for name in ("the input", "input_ids", "labels", TARGET):
-        if isinstance(given.get(name), list):
-            _refuse_numbers(name, given[name])
+    for name in ("input_ids", "labels", TARGET):
+        if isinstance(kwargs.get(name), list):
+            _refuse_numbers(name, kwargs[name])
 
     def path(k: int) -> str:
         found = path_of((args, kwargs), k)

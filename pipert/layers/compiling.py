@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from pipert._torch import is_traced_by_jit, watcher
+from pipert._torch import is_traced_by_fx, is_traced_by_jit, watcher
 from pipert._typing import Value
 from pipert.autograd.checkpoint import refuse_compiled_autograd
 from pipert.autograd.thread_locals import get_thread_local, set_thread_local
@@ -82,8 +82,9 @@ def is_compiled_itself(module: nn.Module) -> bool:
 
 def call_compiled(call: Callable[..., Value], *args: Any, **kwargs: Any) -> Value:
     """Call a compiled layer whose backward may run at the same time as other partitions'."""
-    with getattr(sys.modules.get("torch._dynamo.convert_frame"), "compile_lock", NOTHING):
-        pass  # another thread has compiled
+    if is_traced_by_fx():  # so torch would refuse to call it, before 2.14
+        with getattr(sys.modules.get("torch._dynamo.convert_frame"), "compile_lock", NOTHING):
+            pass  # another thread has compiled
     makers = [x.grad_fn for x in differentiable((args, kwargs))[0]]
     value = call(*args, **kwargs)
     give_own_contexts(differentiable(value)[0], makers)

@@ -59,7 +59,7 @@ def order_of_calls(
             try:
                 model(*args, **kwargs)
             except TypeError as error:
-                explain_example(error, args, kwargs)
+                explain_example(error, model, Arguments(args, kwargs))
                 raise
     return list(first_calls.found)
 

@@ -135,7 +135,7 @@ class PipeBase(Settings):
         try:
             return self._call(args, kwargs, self._chunks, seconds)
         except TypeError as error:
-            explain_keywords(error, OF_CALLS)
+            explain_keywords(error, self._runtime.model.entry, OF_CALLS)
             raise
 
     def _call(
@@ -177,7 +177,10 @@ class PipeBase(Settings):
         seconds = self._limit_of_call(timeout)
         checkpointed = recomputed_in_each(self.checkpoint, 1, len(self._partitions))
         values = starmap(as_value, map(arguments_of, ready(microbatches)))
-        return self._runtime.map(values, checkpointed, seconds) if self._partitions else values
+        if not self._partitions:
+            return values
+        found = self._runtime.map(values, checkpointed, seconds)
+        return _explained(found, self._runtime.model.entry)
 
     def forward_backward(
         self,
@@ -270,7 +273,7 @@ class PipeBase(Settings):
         except TypeError as error:
             if step is not None and microbatches is None and not (args or kwargs):
                 error.add_note("step got no micro-batch; give microbatches, or arguments to split")
-            explain_keywords(error, OF_STEPS if microbatches is None else ())
+            explain_keywords(error, entry, OF_STEPS if microbatches is None else ())
             if loss_fn is own_loss and any(map(callable, args)):
                 error.add_note(NO_LOSS_FN)
             raise
@@ -381,3 +384,11 @@ class PipeBase(Settings):
     def _checkpoint_of(self, schedule: str | Schedule) -> str | tuple[str, ...]:
         """Return the checkpoint of a step: as chosen, or what its schedule needs."""
         return self._checkpoint or ("never" if maker_of(schedule) in BOUNDED else "except_last")
+
+
+def _explained(outputs: Iterator[Value], model: Any) -> Iterator[Value]:
+    try:
+        yield from outputs
+    except TypeError as error:
+        explain_keywords(error, model)
+        raise

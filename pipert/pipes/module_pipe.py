@@ -141,7 +141,7 @@ class ModulePipe(PipeBase):
         try:
             return self._routed.run_in(self, self.module, args, kwargs, timeout)
         except TypeError as error:
-            explain_keywords(error, OF_CALLS)
+            explain_keywords(error, self.module, OF_CALLS)
             raise
 
     def _take_step(self, call: StepCall, seconds: float | None) -> Any:
