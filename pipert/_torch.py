@@ -273,7 +273,7 @@ is_traced_by_jit: Flag = getattr(torch.jit, "is_tracing", lambda: False)  # publ
 """Deprecated with ``torch.jit``. The fallback lets ``torch.jit.trace`` trace a pipe, in which it
 sees no layers."""
 is_traced_by_fx: Flag = _or(lambda: False, "torch.fx._symbolic_trace:is_fx_symbolic_tracing")
-"""Before torch 2.14 also true while another thread compiles; the fallback lets torch refuse then."""
+"""Before torch 2.14 also true while others compile; the fallback lets torch refuse a call then."""
 watcher: Get = _or(lambda: None, "torch._C:_dynamo.eval_frame.get_eval_frame_callback")
 """What torch.compile watches this thread with. The fallback lets it watch a pipe."""
 _or(True, "_cache_enabled", parametrize)
