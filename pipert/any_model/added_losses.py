@@ -56,8 +56,8 @@ class LossesAddUp:
             return None
         options = [(k, v) for k, v in arguments.items() if isinstance(v, bool)]
         own = vars(model).get("forward")
-        forward = getattr(own, "own", own), type(model).forward
-        kind = forward, has_hooks(model), frozenset(arguments), frozenset(options)
+        code = getattr(own, "own", own), type(model).forward, model.loss_function
+        kind = code, has_hooks(model), frozenset(arguments), frozenset(options)
         if not self._known.get(kind, True):
             return None
         if number is not None:
