@@ -12,7 +12,7 @@ where reading a GPU's numbers does not matter:
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from math import isclose
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from pipert._typing import Value
-from pipert.batch.microbatch import Arguments, Batch
+from pipert.batch.microbatch import Batch
 from pipert.batch.tensors import tensors_of
 from pipert.schedules.plan import Schedule
 from pipert.stage.loss import LossFunction, StepFunction, own_loss
@@ -37,7 +37,10 @@ def unequal_counts(targets: Sequence[Value], weights: Sequence[int]) -> list[int
         targets: those of each micro-batch.
         weights: how much each micro-batch counts.
     """
-    labels = [list(filter(_may_ignore, tensors_of(target)[0])) for target in targets]
+    found = [list(filter(_may_ignore, tensors_of(target)[0])) for target in targets]
+    columns = zip(*found, strict=False)  # of ids and other integers among them all count
+    ignoring = [each for each in columns if any([bool((x == IGNORED).any()) for x in each])]
+    labels = [[each[i] for each in ignoring] for i in range(len(targets))]
     for k in (0, 1):  # a loss of text may leave out the first of each row, as it predicts the next
         parts = [[x[..., k:] if x.dim() > 1 else x for x in each] for each in labels]
         counts = [sum([int((x != IGNORED).sum()) for x in each]) for each in parts]
@@ -156,7 +159,7 @@ class LossChecks:
             return None
         has_function = call.own is None and call.loss_fn is not own_loss
         if not (is_divided or self._has_warned):
-            targets = batch.targets if has_function else list(map(_labels_in, batch.inputs))
+            targets = batch.targets if has_function else batch.inputs
             if counts := unequal_counts(targets, batch.sizes or [1] * m):
                 self._has_warned = True
                 warn_of_unequal_counts(counts, "loss_fn" if has_function else "the model's loss")
@@ -165,10 +168,3 @@ class LossChecks:
         if not has_function or call.target is None or kind in self._known or is_mean:
             return None
         return DoubledRows([0, *batch.sizes][-1], is_divided, partial(self._known.add, kind))
-
-
-def _labels_in(value: Value) -> Value:
-    """Return the labels in the arguments of a micro-batch."""
-    named = value.kwargs if isinstance(value, Arguments) else value
-    items = named.items() if isinstance(named, Mapping) else ()
-    return [x for name, x in items if "label" in str(name)]

@@ -108,6 +108,22 @@ def test_labels_of_ready_micro_batches_of_a_step_function_are_counted() -> None:
             pipe.forward_backward(microbatches=batches[:3] + batches[:1], step=step)
 
 
+class OfOwnLoss(nn.Sequential):
+    """Computes a mean over targets whose name is the model's own choice."""
+
+    def forward(self, x: Tensor, ids: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]
+        return mean(self[1](self[0](x)), y) + 0 * ids.sum()
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_targets_of_the_model_s_own_loss_are_counted_whatever_they_are_called(named: bool) -> None:
+    args, kwargs = ((X, Y), {"y": SOME}) if named else ((X, Y, SOME), {})
+    model = OfOwnLoss(linear(3, 3), linear(3, 3))
+    with pipert.pipeline(model, ["1"], devices=["cpu"] * 2, chunks=4) as pipe:
+        [found] = said(pipe, *args, **kwargs)
+        assert re.search(COUNT, found)
+
+
 def test_a_loss_function_is_called_once_for_each_micro_batch_after_it_is_known() -> None:
     calls: list[int] = []
 
