@@ -18,7 +18,8 @@ from math import isclose
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.func import functional_call
 
 from pipert._typing import Value
 from pipert.batch.microbatch import Batch
@@ -86,8 +87,13 @@ class DoubledRows:
             torch.cat([x, x]) if size and rows and size % rows == 0 else x
             for x, size in zip(tensors, sizes, strict=True)
         ]
+        pair = rebuild(tuple(twice))
         try:
-            doubled = function(*rebuild(tuple(twice)))
+            if isinstance(function, nn.Module):  # which may keep statistics in its buffers
+                copies = {name: buffer.clone() for name, buffer in function.named_buffers()}
+                doubled = functional_call(function, copies, pair)
+            else:
+                doubled = function(*pair)
         except Exception:  # noqa: BLE001  it may hold something of as many rows; the step goes on
             return
         if isinstance(doubled, Tensor) and doubled.numel() == 1:
@@ -102,22 +108,18 @@ class DoubledRows:
         is_sum, is_mean = (isclose(doubled, k * loss, rel_tol=rtol) and loss != 0 for k in (2, 1))
         if is_sum or is_mean:
             self._when_clear()
-        if is_sum and not self._is_divided:
-            warnings.warn(
-                "loss_fn returns a sum, which is twice as large for each row twice, and the loss "
-                "is the mean of the micro-batches' losses; give forward_backward reduction='sum', "
-                "or a denominator, such as denominator=(target != -100).sum()",
-                UserWarning,
-                stacklevel=6,
-            )
-        if is_mean and self._is_divided:
-            warnings.warn(
-                "loss_fn returns a mean, which is as large for each row twice, and the sum of the "
-                "micro-batches' losses is divided by the denominator; let loss_fn return a sum, "
-                "such as with reduction='sum', or leave out the denominator",
-                UserWarning,
-                stacklevel=6,
-            )
+        if is_mean if self._is_divided else is_sum:
+            warnings.warn(_MEAN if self._is_divided else _SUM, UserWarning, stacklevel=6)
+
+
+_SUM = (
+    "loss_fn returns a sum, twice as large for each row twice, and the loss is the mean of the "
+    "micro-batches' losses; give forward_backward reduction='sum', or a denominator=..."
+)
+_MEAN = (
+    "loss_fn returns a mean, as large for each row twice, and the denominator divides the sum of "
+    "the micro-batches' losses; let loss_fn return a sum, or leave out the denominator"
+)
 
 
 def _may_ignore(x: Tensor) -> bool:
