@@ -39,9 +39,8 @@ def unequal_counts(targets: Sequence[Value], weights: Sequence[int]) -> list[int
         weights: how much each micro-batch counts.
     """
     found = [list(filter(_may_ignore, tensors_of(target)[0])) for target in targets]
-    columns = zip(*found, strict=False)  # of ids and other integers among them all count
-    ignoring = [each for each in columns if any([bool((x == IGNORED).any()) for x in each])]
-    labels = [[each[i] for each in ignoring] for i in range(len(targets))]
+    ignoring = [c for c in zip(*found, strict=False) if any([(x == IGNORED).any() for x in c])]
+    labels = [[each[i] for each in ignoring] for i in range(len(targets))]  # and no ids
     for k in (0, 1):  # a loss of text may leave out the first of each row, as it predicts the next
         parts = [[x[..., k:] if x.dim() > 1 else x for x in each] for each in labels]
         counts = [sum([int((x != IGNORED).sum()) for x in each]) for each in parts]
