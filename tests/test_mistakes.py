@@ -92,6 +92,29 @@ class Takes(Chain):
         return super().forward(x)
 
 
+class NamesTargets(nn.Module):
+    """Names a keyword that is close to one of a step."""
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        return (x - targets).square().mean()
+
+
+class Around(nn.Module):
+    """Hands any arguments on, as a model of peft does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chain, self.loss = Chain(), NamesTargets()
+
+    def forward(self, x: Tensor, **keywords: Any) -> Tensor:
+        return self.loss(self.chain(x), **keywords)  # type: ignore[no-any-return]
+
+
+def test_a_keyword_that_a_part_of_the_model_names_is_not_misspelt() -> None:
+    with pipeline(Around(), ["chain.layers.2"], devices=CPUS, chunks=2) as pipe:
+        assert pipe.forward_backward(X, targets=torch.zeros_like(X)) >= 0
+
+
 def misspelt(how: str, **keywords: Any) -> None:
     with pipeline(Takes(), ["layers.2"], devices=CPUS, chunks=2) as pipe:
         if how == "call":

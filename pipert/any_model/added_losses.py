@@ -56,8 +56,8 @@ class LossesAddUp:
             return None
         options = [(k, v) for k, v in arguments.items() if isinstance(v, bool)]
         own = vars(model).get("forward")
-        forward = getattr(own, "own", own), type(model).forward
-        kind = forward, has_hooks(model), frozenset(arguments), frozenset(options)
+        code = getattr(own, "own", own), type(model).forward, model.loss_function
+        kind = code, has_hooks(model), frozenset(arguments), frozenset(options)
         if not self._known.get(kind, True):
             return None
         if number is not None:
@@ -202,19 +202,17 @@ def takes_number(model: Any) -> bool:
     loss = getattr(model, "loss_function", None)
     if not callable(loss):
         return False
-    parameters = inspect.signature(loss).parameters.values()
-    needed = {p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD}
-    names = {p.name for p in parameters}
-    if "num_items_in_batch" not in names or not needed <= {"logits", "labels", "vocab_size"}:
+    parameters = inspect.signature(loss).parameters
+    needed = {k for k, p in parameters.items() if p.default is p.empty and p.kind != p.VAR_KEYWORD}
+    if "num_items_in_batch" not in parameters or not needed <= {"logits", "labels", "vocab_size"}:
         return False
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # of peft
     return all([_takes(inspect.signature(each.forward)) for each in (model, inner)])
 
 
 def _takes(signature: inspect.Signature) -> bool:
-    parameters = signature.parameters
-    has_any = any([p.kind is p.VAR_KEYWORD for p in parameters.values()])
-    return has_any or "num_items_in_batch" in parameters
+    parameters = signature.parameters.values()
+    return any([p.kind is p.VAR_KEYWORD or p.name == "num_items_in_batch" for p in parameters])
 
 
 def _count(model: Any, arguments: Mapping[str, Any]) -> Tensor:

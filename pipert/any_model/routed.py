@@ -155,7 +155,7 @@ class Routed(Guest):
                 changed["num_items_in_batch"] = items.number
                 check = LossCheck(self._module, items) if self.losses.is_due(items) else None
         if why == _UNKNOWN_LOSS:
-            self._warn_of_loss(pipe)
+            self.warn_of_loss(pipe)
             whole = args, kwargs
         keeps = not torch.is_grad_enabled() or not pipe.splits_or_recomputes(bool(why))
         if getattr(self._module, "config", None) is not None:
@@ -176,7 +176,8 @@ class Routed(Guest):
             self.losses.note(check, True)
         return y
 
-    def _warn_of_loss(self, pipe: Runs) -> None:
+    def warn_of_loss(self, pipe: Runs) -> None:
+        """Warn once of a loss that is computed in one micro-batch."""
         if not self._has_warned and torch.is_grad_enabled() and pipe.chunks > 1:
             warnings.warn(
                 f"{type(self._module).__name__} with labels runs in one micro-batch of "

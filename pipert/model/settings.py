@@ -106,14 +106,16 @@ OF_CALLS = "timeout", "chunks", "checkpoint", "schedule"
 def refuse_misspelt(
     layer: nn.Module | None, given: Mapping[str, object], own: Sequence[str]
 ) -> None:
-    """Refuse a keyword that is close to one of the call's ``own``, unless the layer names it.
+    """Refuse a keyword close to one of the call's ``own``, unless the layer or a part names it.
 
     Raises:
         TypeError: a keyword is. A layer that takes any keywords would ignore it.
     """
     for name in given:
         close = difflib.get_close_matches(name, own, 1, 0.8)
-        if close and layer is not None and name not in inspect.signature(layer.forward).parameters:
+        modules = layer.modules() if close and layer is not None else ()
+        named = [name in inspect.signature(each.forward).parameters for each in modules]
+        if named and not any(named):  # one around another, as peft's, takes any keywords
             [meant] = close
             is_setting = name == meant
             remedy = f"set pipe.{name}" if is_setting else f"perhaps {meant}=... is meant"

@@ -153,9 +153,11 @@ class ModulePipe(PipeBase):
         is_own = call.loss_fn is own_loss and call.denominator is None
         if not is_own or call.reduction != "mean":
             return take(call)
-        return self._routed.losses.take_step(
-            self.module, self._routed.named(call.args, call.kwargs), call, take
-        )
+        named = self._routed.named(call.args, call.kwargs)
+        if named.get("return_loss"):  # so models of transformers name a contrastive one, of all
+            self._routed.warn_of_loss(self)
+            return take(call._replace(chunks=1))
+        return self._routed.losses.take_step(self.module, named, call, take)
 
     def call_model(
         self, call: Callable[..., Value], args: Any, kwargs: dict[str, Any],

@@ -12,16 +12,17 @@ where reading a GPU's numbers does not matter:
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from math import isclose
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.func import functional_call
 
 from pipert._typing import Value
-from pipert.batch.microbatch import Arguments, Batch
+from pipert.batch.microbatch import Batch
 from pipert.batch.tensors import tensors_of
 from pipert.schedules.plan import Schedule
 from pipert.stage.loss import LossFunction, StepFunction, own_loss
@@ -37,7 +38,9 @@ def unequal_counts(targets: Sequence[Value], weights: Sequence[int]) -> list[int
         targets: those of each micro-batch.
         weights: how much each micro-batch counts.
     """
-    labels = [list(filter(_may_ignore, tensors_of(target)[0])) for target in targets]
+    found = [list(filter(_may_ignore, tensors_of(target)[0])) for target in targets]
+    ignoring = [c for c in zip(*found, strict=False) if any([(x == IGNORED).any() for x in c])]
+    labels = [[each[i] for each in ignoring] for i in range(len(targets))]  # and no ids
     for k in (0, 1):  # a loss of text may leave out the first of each row, as it predicts the next
         parts = [[x[..., k:] if x.dim() > 1 else x for x in each] for each in labels]
         counts = [sum([int((x != IGNORED).sum()) for x in each]) for each in parts]
@@ -83,8 +86,13 @@ class DoubledRows:
             torch.cat([x, x]) if size and rows and size % rows == 0 else x
             for x, size in zip(tensors, sizes, strict=True)
         ]
+        pair = rebuild(tuple(twice))
         try:
-            doubled = function(*rebuild(tuple(twice)))
+            if isinstance(function, nn.Module):  # which may keep statistics in its buffers
+                copies = {name: buffer.clone() for name, buffer in function.named_buffers()}
+                doubled = functional_call(function, copies, pair)
+            else:
+                doubled = function(*pair)
         except Exception:  # noqa: BLE001  it may hold something of as many rows; the step goes on
             return
         if isinstance(doubled, Tensor) and doubled.numel() == 1:
@@ -99,22 +107,18 @@ class DoubledRows:
         is_sum, is_mean = (isclose(doubled, k * loss, rel_tol=rtol) and loss != 0 for k in (2, 1))
         if is_sum or is_mean:
             self._when_clear()
-        if is_sum and not self._is_divided:
-            warnings.warn(
-                "loss_fn returns a sum, which is twice as large for each row twice, and the loss "
-                "is the mean of the micro-batches' losses; give forward_backward reduction='sum', "
-                "or a denominator, such as denominator=(target != -100).sum()",
-                UserWarning,
-                stacklevel=6,
-            )
-        if is_mean and self._is_divided:
-            warnings.warn(
-                "loss_fn returns a mean, which is as large for each row twice, and the sum of the "
-                "micro-batches' losses is divided by the denominator; let loss_fn return a sum, "
-                "such as with reduction='sum', or leave out the denominator",
-                UserWarning,
-                stacklevel=6,
-            )
+        if is_mean if self._is_divided else is_sum:
+            warnings.warn(_MEAN if self._is_divided else _SUM, UserWarning, stacklevel=6)
+
+
+_SUM = (
+    "loss_fn returns a sum, twice as large for each row twice, and the loss is the mean of the "
+    "micro-batches' losses; give forward_backward reduction='sum', or a denominator=..."
+)
+_MEAN = (
+    "loss_fn returns a mean, as large for each row twice, and the denominator divides the sum of "
+    "the micro-batches' losses; let loss_fn return a sum, or leave out the denominator"
+)
 
 
 def _may_ignore(x: Tensor) -> bool:
@@ -156,7 +160,7 @@ class LossChecks:
             return None
         has_function = call.own is None and call.loss_fn is not own_loss
         if not (is_divided or self._has_warned):
-            targets = batch.targets if has_function else list(map(_labels_in, batch.inputs))
+            targets = batch.targets if has_function else batch.inputs
             if counts := unequal_counts(targets, batch.sizes or [1] * m):
                 self._has_warned = True
                 warn_of_unequal_counts(counts, "loss_fn" if has_function else "the model's loss")
@@ -165,10 +169,3 @@ class LossChecks:
         if not has_function or call.target is None or kind in self._known or is_mean:
             return None
         return DoubledRows([0, *batch.sizes][-1], is_divided, partial(self._known.add, kind))
-
-
-def _labels_in(value: Value) -> Value:
-    """Return the labels in the arguments of a micro-batch."""
-    named = value.kwargs if isinstance(value, Arguments) else value
-    items = named.items() if isinstance(named, Mapping) else ()
-    return [x for name, x in items if "label" in str(name)]

@@ -164,6 +164,22 @@ def test_losses_are_added_up_only_if_that_is_the_plain_loss(kind: str, number: A
         torch.testing.assert_close(model(input_ids=IDS, labels=IDS, **more).loss, expected)
 
 
+def mean_of_labels(
+    logits: Tensor, labels: Tensor, vocab_size: int, num_items_in_batch: Any = None, **_: Any
+) -> Tensor:
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def test_a_loss_function_that_is_assigned_later_is_compared_in_the_next_call() -> None:
+    model = llama()
+    with in_pipe(model) as pipe:
+        for _ in range(4):  # the next calls would not look
+            pipe.forward_backward(input_ids=IDS, labels=IDS)
+        model.loss_function = mean_of_labels
+        expected = mean_of_labels(pipe(input_ids=IDS).logits, IDS, 64)
+        torch.testing.assert_close(pipe.forward_backward(input_ids=IDS, labels=IDS), expected)
+
+
 PACKED = torch.cat([torch.arange(2), torch.arange(4)])
 
 

@@ -108,6 +108,47 @@ def test_labels_of_ready_micro_batches_of_a_step_function_are_counted() -> None:
             pipe.forward_backward(microbatches=batches[:3] + batches[:1], step=step)
 
 
+class OfOwnLoss(nn.Sequential):
+    """Computes a mean over targets whose name is the model's own choice."""
+
+    def forward(self, x: Tensor, ids: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]
+        return mean(self[1](self[0](x)), y) + 0 * ids.sum()
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_targets_of_the_model_s_own_loss_are_counted_whatever_they_are_called(named: bool) -> None:
+    args, kwargs = ((X, Y), {"y": SOME}) if named else ((X, Y, SOME), {})
+    model = OfOwnLoss(linear(3, 3), linear(3, 3))
+    with pipert.pipeline(model, ["1"], devices=["cpu"] * 2, chunks=4) as pipe:
+        [found] = said(pipe, *args, **kwargs)
+        assert re.search(COUNT, found)
+
+
+class Centred(nn.Module):
+    """Keeps statistics of the outputs, in a layer and in a buffer that is assigned."""
+
+    centre: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3, dtype=torch.float64)
+        self.register_buffer("centre", torch.zeros(3, dtype=torch.float64))
+
+    def forward(self, y: Tensor, t: Tensor) -> Tensor:
+        self.centre = 0.9 * self.centre + 0.1 * y.detach().mean(0)
+        return total(self.norm(y - self.centre), t)
+
+
+def test_the_look_at_a_loss_leaves_the_statistics_of_a_module_as_they_are() -> None:
+    loss, plain = Centred(), Centred()
+    module = nn.Sequential(linear(3, 3), linear(3, 3))
+    with Pipe(module, [1, 1], devices=["cpu"] * 2, chunks=4) as pipe:
+        said(pipe, X, target=Y, loss_fn=loss)
+    for x, t in zip(X.chunk(4), Y.chunk(4), strict=True):
+        plain(module(x), t)
+    torch.testing.assert_close(dict(loss.named_buffers()), dict(plain.named_buffers()))
+
+
 def test_a_loss_function_is_called_once_for_each_micro_batch_after_it_is_known() -> None:
     calls: list[int] = []
 

@@ -229,3 +229,28 @@ def test_an_argument_that_adds_a_term_is_tried_by_itself() -> None:
             seen.clear()
             same(model(**BATCH, **more).loss.detach(), expected + len(more))
             assert seen[-len(sizes) :] == sizes
+
+
+class Contrasting(nn.Module):
+    """Compares each row with all others, if asked, as CLIP does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = linear(3, 3), linear(3, 3)
+
+    def forward(self, x: Tensor, return_loss: bool = False) -> Any:
+        y = self.last(self.first(x))
+        loss = F.cross_entropy(y @ y.T, torch.arange(len(y))) if return_loss else None
+        return {"y": y, "loss": loss}
+
+
+def test_a_contrastive_loss_that_is_asked_for_by_name_is_that_of_all_rows() -> None:
+    model = Contrasting()
+    plain = copy.deepcopy(model)
+    expected = plain(X, return_loss=True)["loss"]
+    expected.backward()
+    with pipert.pipeline(model, ["last"], devices=["cpu"] * 2, chunks=3) as pipe:
+        with pytest.warns(UserWarning, match="one micro-batch of 3"):
+            loss = pipe.forward_backward(X, return_loss=True)
+    same(loss, expected.detach())
+    same(grads_of(model), grads_of(plain))
