@@ -15,7 +15,6 @@ chunk, and of micro-batches that are :func:`ready`, nothing is split, so rows do
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from inspect import signature
 from numbers import Real
@@ -129,7 +128,7 @@ def explain_keywords(error: TypeError, own: Sequence[str] = ()) -> None:
 
     Without ``own`` the arguments were given as a dict: an example, or a micro-batch.
     """
-    if re.search(r"unexpected keyword argument '(.*?)'", str(error)):
+    if "unexpected keyword argument" in str(error):
         error.add_note(
             f"keywords other than {', '.join(own)} go to the model"
             if own
