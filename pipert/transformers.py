@@ -183,6 +183,7 @@ class Pipelined(_Base):  # type: ignore[misc,unused-ignore]
             assert before is not None
             self._pipe_splits, self._pipe_kept = False, kept
             before.restore()
+        if self._pipe_kept:  # the error, whose frames hold tensors, is gone
             return self._take_pipe_step(model, factor)
         sums = [torch.stack(each).sum().to(factor.device) * factor for each in losses]
         filters = self.args.logging_nan_inf_filter  # else nothing waits for a device

@@ -95,9 +95,11 @@ class LossesAddUp:
         except LossesDoNotAddUp:
             self.note(check, False)
             before.restore()
-            return take(call if items.is_counted else call._replace(chunks=1))
-        self.note(check, True)
-        return found
+        else:
+            self.note(check, True)
+            return found
+        # Not where the error is handled, whose frames hold tensors.
+        return take(call if items.is_counted else call._replace(chunks=1))
 
 
 class Before:

@@ -171,10 +171,11 @@ class Routed(Guest):
             assert check is not None and before is not None
             self.losses.note(check, False)
             before.restore()
-            return self.run_in(pipe, call, args, kwargs, seconds)  # in one micro-batch
-        if check is not None:
-            self.losses.note(check, True)
-        return y
+        else:
+            if check is not None:
+                self.losses.note(check, True)
+            return y
+        return self.run_in(pipe, call, args, kwargs, seconds)  # in one micro-batch
 
     def _warn_of_loss(self, pipe: Runs) -> None:
         if not self._has_warned and torch.is_grad_enabled() and pipe.chunks > 1:

@@ -56,7 +56,6 @@ def warn_of_unequal_counts(counts: Sequence[int], what: str) -> None:
         "a mean over these, the mean of the micro-batches is not that of the mini-batch: let "
         "loss_fn return their sum, such as with reduction='sum', and give forward_backward "
         "denominator=(target != -100).sum()",
-        UserWarning,
         stacklevel=4,
     )
 
@@ -104,7 +103,6 @@ class DoubledRows:
                 "loss_fn returns a sum, which is twice as large for each row twice, and the loss "
                 "is the mean of the micro-batches' losses; give forward_backward reduction='sum', "
                 "or a denominator, such as denominator=(target != -100).sum()",
-                UserWarning,
                 stacklevel=6,
             )
         if is_mean and self._is_divided:
@@ -112,7 +110,6 @@ class DoubledRows:
                 "loss_fn returns a mean, which is as large for each row twice, and the sum of the "
                 "micro-batches' losses is divided by the denominator; let loss_fn return a sum, "
                 "such as with reduction='sum', or leave out the denominator",
-                UserWarning,
                 stacklevel=6,
             )
 
