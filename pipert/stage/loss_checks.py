@@ -18,11 +18,12 @@ from math import isclose
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipert._typing import Value
 from pipert.batch.microbatch import Arguments, Batch
 from pipert.batch.tensors import tensors_of
+from pipert.layers.buffers import Buffers
 from pipert.schedules.plan import Schedule
 from pipert.stage.loss import LossFunction, StepFunction, own_loss
 
@@ -82,8 +83,9 @@ class DoubledRows:
             torch.cat([x, x]) if size and rows and size % rows == 0 else x
             for x, size in zip(tensors, sizes, strict=True)
         ]
+        aside = Buffers(function.modules() if isinstance(function, nn.Module) else ())
         try:
-            doubled = function(*rebuild(tuple(twice)))
+            doubled = aside.put_aside(function, *rebuild(tuple(twice)))
         except Exception:  # noqa: BLE001  it may hold something of as many rows; the step goes on
             return
         if isinstance(doubled, Tensor) and doubled.numel() == 1:
