@@ -225,7 +225,7 @@ if TYPE_CHECKING:
 else:
     BatchNorm, NormBase = nn.BatchNorm1d.__mro__[1:3]
 
-LEFT_ALIGNED = "_nested_tensor_from_mask_left_aligned"
+LEFT_ALIGNED = _or(None, "torch:_nested_tensor_from_mask_left_aligned")
 """The function that ``nn.TransformerEncoder`` calls before it takes its fast path."""
 
 add_in_place: Callable[..., object] = _or(

@@ -38,7 +38,7 @@ except ImportError as error:
         "pipert.prometheus needs the package prometheus_client: pip install prometheus_client"
     ) from error
 
-import pipert
+from pipert.status import WAITING, Statistics
 
 __all__ = ["AnyPipe", "PipeMetrics"]
 
@@ -46,7 +46,7 @@ __all__ = ["AnyPipe", "PipeMetrics"]
 class AnyPipe(Protocol):
     """A pipe of one process, or one process's part of a :class:`pipert.distributed.Pipe`."""
 
-    def statistics(self) -> pipert.Statistics: ...
+    def statistics(self) -> Statistics: ...
 
 
 class PipeMetrics(Collector):
@@ -112,7 +112,7 @@ class PipeMetrics(Collector):
                 tasks.add_metric(labels, worker.tasks)
                 busy.add_metric(labels, worker.busy_seconds)
                 depth.add_metric(labels, worker.queue_depth)
-                seconds = task.seconds if task and task.phase != "waiting for input" else 0.0
+                seconds = task.seconds if task and task.phase != WAITING else 0.0
                 age.add_metric(labels, seconds)
         return [runs, in_flight, recomputed, tasks, busy, depth, age]
 

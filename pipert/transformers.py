@@ -157,21 +157,12 @@ class Pipelined(_Base):  # type: ignore[misc,unused-ignore]
         """Run what was kept forward and backward; losses count by ``factor``."""
         kept, self._pipe_kept = self._pipe_kept, []
         self._pipe_steps += 1
-        before = Before(self.model)
-        try:
-            return self._step_of_parts(model, factor, kept)
-        except LossesDoNotAddUp:  # from now on each batch is one micro-batch
-            self._pipe_splits = False
-            before.restore()
-            return self._step_of_parts(model, factor, kept)
-
-    def _step_of_parts(self, model: nn.Module, factor: Tensor, kept: Sequence[Any]) -> Tensor:
-        """Take a step with the parts of each batch as its micro-batches."""
         parts = [self._pipe_parts(inputs, number) for inputs, number, _ in kept]
         microbatches = [(k, part) for k, each in enumerate(parts) for part in each]
         losses: list[list[Tensor]] = [[] for _ in kept]
         is_due = not self._pipe_is_clear or self._pipe_steps & (self._pipe_steps - 1) == 0
-        is_due &= len(microbatches) > len(kept)
+        is_due &= len(microbatches) > len(kept) and self.compute_loss.__module__ != _SFT
+        before = Before(self.model) if is_due else None
 
         def step(microbatch: tuple[int, Any]) -> Tensor:
             k, inputs = microbatch
@@ -182,17 +173,22 @@ class Pipelined(_Base):  # type: ignore[misc,unused-ignore]
 
         gradient = kept[-1][2].grad
         assert gradient is not None
-        with self.compute_loss_context_manager():
-            total: Tensor = self.pipe.forward_backward(
-                microbatches=microbatches,
-                step=step,
-                schedule=self._pipe_schedule,
-                reduction="sum",
-                loss_scale=gradient / factor,
-            )
+        try:
+            with self.compute_loss_context_manager():
+                total: Tensor = self.pipe.forward_backward(
+                    microbatches=microbatches, step=step, schedule=self._pipe_schedule,
+                    reduction="sum", loss_scale=gradient / factor,
+                )  # fmt: skip
+        except LossesDoNotAddUp:  # from now on each batch is one micro-batch
+            assert before is not None
+            self._pipe_splits, self._pipe_kept = False, kept
+            before.restore()
+        if self._pipe_kept:  # the error, whose frames hold tensors, is gone
+            return self._take_pipe_step(model, factor)
         sums = [torch.stack(each).sum().to(factor.device) * factor for each in losses]
-        finite = [bool(each.isfinite()) for each in sums]
-        if not self.args.logging_nan_inf_filter or all(finite) or not any(finite):
+        filters = self.args.logging_nan_inf_filter  # else nothing waits for a device
+        finite = [not filters or bool(each.isfinite()) for each in sums]
+        if all(finite) or not any(finite):
             return total.to(factor.device)
         found = torch.zeros_like(factor)
         for each, counts in zip(sums, finite, strict=True):  # as Trainer does with those it logs
@@ -200,11 +196,8 @@ class Pipelined(_Base):  # type: ignore[misc,unused-ignore]
         return found
 
     def _pipe_loss(self, model: nn.Module, inputs: Any, number: Any, is_checked: bool) -> Tensor:
-        """Compute the loss of a part of a batch; refuse one that does not add up if ``is_checked``.
-
-        That of SFTTrainer does, except for experts: the probabilities of labels that it adds up.
-        """
-        if not is_checked or self.compute_loss.__module__ == _SFT:
+        """Compute the loss of a part of a batch; if ``is_checked``, whether it adds up."""
+        if not is_checked:
             loss: Tensor = self.compute_loss(model, inputs, num_items_in_batch=number)
             return loss
         arguments = dict(inputs)
@@ -221,7 +214,7 @@ class Pipelined(_Base):  # type: ignore[misc,unused-ignore]
     def _pipe_parts(self, inputs: Any, number: Tensor | int | None) -> Sequence[Any]:
         """Split a batch by its rows if its loss may be a sum that is divided by ``number``."""
         kind = self.compute_loss.__module__
-        if kind == _SFT:
+        if kind == _SFT:  # it adds up the probabilities of labels; those of experts do not add up
             may_add_up = not getattr(self, "aux_loss_enabled", False)
         else:
             may_add_up = self.compute_loss_func is not None or takes_number(self.model)

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from pipert._torch import has_hooks
 from pipert._typing import Value
 from pipert.batch.tensors import tensors_of
+from pipert.layers.buffers import SMALL
 from pipert.layers.phase import current_microbatch
 from pipert.stage.loss import loss_in, own_loss
 from pipert.stage.loss_checks import StepCall
@@ -94,17 +95,23 @@ class LossesAddUp:
         except LossesDoNotAddUp:
             self.note(check, False)
             before.restore()
-            return take(call if items.is_counted else call._replace(chunks=1))
-        self.note(check, True)
-        return found
+        else:
+            self.note(check, True)
+            return found
+        # Not where the error is handled, whose frames hold tensors.
+        return take(call if items.is_counted else call._replace(chunks=1))
 
 
 class Before:
-    """What a run that ends early must not have changed: buffers, and the CPU's random state."""
+    """What a run that ends early must not have changed: the CPU's random state and small buffers.
+
+    Large ones are seldom statistics, but may be the weights of a quantised model.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._state = torch.get_rng_state()
-        self._buffers = [(x.data, x.detach().clone()) for x in model.buffers()]
+        small = [x for x in model.buffers() if x.numel() <= SMALL]
+        self._buffers = [(x.data, x.detach().clone()) for x in small]
 
     def restore(self) -> None:
         """Put all back. Batch norm changes buffers without a new version."""

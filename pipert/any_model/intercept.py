@@ -151,7 +151,7 @@ class Intercept(TorchFunctionMode):
         else:
             args, kwargs = self.bring_all(args, kwargs)
         result = func(*args, **kwargs)
-        if result is True and func.__name__ == LEFT_ALIGNED:
+        if result is True and func is LEFT_ALIGNED:
             may_go_back = torch.is_grad_enabled() and args[0].requires_grad
             if not (may_go_back or torch.is_autocast_enabled()):
                 raise RuntimeError(_WITHOUT_FAST_PATH)

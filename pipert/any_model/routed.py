@@ -171,10 +171,11 @@ class Routed(Guest):
             assert check is not None and before is not None
             self.losses.note(check, False)
             before.restore()
-            return self.run_in(pipe, call, args, kwargs, seconds)  # in one micro-batch
-        if check is not None:
-            self.losses.note(check, True)
-        return y
+        else:
+            if check is not None:
+                self.losses.note(check, True)
+            return y
+        return self.run_in(pipe, call, args, kwargs, seconds)  # in one micro-batch
 
     def warn_of_loss(self, pipe: Runs) -> None:
         """Warn once of a loss that is computed in one micro-batch."""

@@ -5,7 +5,7 @@ Guarantees:
 * **R1** a result belongs to one run: each run has its own links and outputs, and leaves nothing for
   the next.
 * **R2**, **R6** see ``waiting``.
-* **R3**, **R4** see ``stage.outcome``.
+* **R3**, **R4** see ``stage.run``.
 * **R5** after any failure the runtime is usable at once and holds no tensor of the failed run: it
   holds no run at all. Stages reference the run's outcome, not the other way round, so no cycle
   keeps a run alive.

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from pipert.batch.tensors import version
 
-_SMALL = 1 << 16  # elements; such a buffer is put aside even if nothing shows that it changes
+SMALL = 1 << 16  # elements; such a buffer is put aside even if nothing shows that it changes
 
 
 class Buffers:
@@ -62,7 +62,7 @@ class Buffers:
     def _may_change(self, buffer: Tensor | None) -> bool:
         if buffer is None or buffer.requires_grad:
             return False
-        return buffer.numel() <= _SMALL or self._versions.get(id(buffer)) != version(buffer)
+        return buffer.numel() <= SMALL or self._versions.get(id(buffer)) != version(buffer)
 
     def _copy_of(self, buffer: Tensor) -> Tensor:
         found = self._copies.get(id(buffer))

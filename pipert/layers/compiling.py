@@ -5,9 +5,9 @@ on a worker, or on the thread of a backward when it is recomputed. Several threa
 the same moment. The rules:
 
 1. One thread compiles at a time, under dynamo's process-wide lock.
-2. Calls of compiled code find their code without that lock. Before torch 2.14 they wait while
-   another thread compiles: torch has one flag for all threads that says whether one traces, and
-   would refuse the call.
+2. Calls of compiled code find their code without that lock, but wait while another thread
+   compiles: before 2.14 torch has one flag for all threads that says whether one traces, and would
+   refuse the call.
 3. dynamo saves the states of the default generators before it compiles and restores them
    afterwards. A compiled layer is one that might draw, so these are its task's
    (``layers/random_numbers.py``).

@@ -21,6 +21,7 @@ from pipert.layers.random_numbers import current_task
 
 _NAMES = ("cond", "switch", "while_loop", "scan", "associative_scan", "map_impl", "flex_attention")
 _TRACING = ("FakeTensorMode", "FunctionalTensorMode", "ProxyTorchDispatchMode")
+"""Modes in which operations are being traced, or run on tensors without data."""
 
 
 @functools.cache
@@ -38,7 +39,8 @@ def _checked(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(kernel)
     def check(*args: Any, **kwargs: Any) -> Any:
         task = current_task() if torch.is_grad_enabled() else None
-        if task is not None and task.run.is_concurrent and not _is_traced():
+        is_traced = any(type(mode).__name__ in _TRACING for mode in _torch.dispatch_modes())
+        if task is not None and task.run.is_concurrent and not is_traced:
             if any(tensor.requires_grad for tensor in tensors_of((args, kwargs))[0]):
                 raise TransformError(
                     f"a layer calls torch's {name} with gradients, for which torch makes graphs "
@@ -49,8 +51,3 @@ def _checked(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
         return kernel(*args, **kwargs)
 
     return check
-
-
-def _is_traced() -> bool:
-    """Whether operations are being traced, or run on tensors without data."""
-    return any(type(mode).__name__ in _TRACING for mode in _torch.dispatch_modes())

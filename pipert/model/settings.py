@@ -6,6 +6,7 @@ import difflib
 import inspect
 import threading
 from collections.abc import Mapping, Sequence
+from functools import lru_cache, partial
 from numbers import Real
 from operator import index
 from typing import Any
@@ -101,6 +102,7 @@ OF_STEPS = (
 )  # fmt: skip
 """Keywords of a step, and of the pipe, which would get lost among those of a model."""
 OF_CALLS = "timeout", "chunks", "checkpoint", "schedule"
+_close_to = lru_cache(partial(difflib.get_close_matches, n=1, cutoff=0.8))  # for each call
 
 
 def refuse_misspelt(
@@ -112,7 +114,7 @@ def refuse_misspelt(
         TypeError: a keyword is. A layer that takes any keywords would ignore it.
     """
     for name in given:
-        close = difflib.get_close_matches(name, own, 1, 0.8)
+        close = _close_to(name, tuple(own))
         modules = layer.modules() if close and layer is not None else ()
         named = [name in inspect.signature(each.forward).parameters for each in modules]
         if named and not any(named):  # one around another, as peft's, takes any keywords

@@ -99,7 +99,7 @@ def weight_gradients(stage: Stage, i: int, _: Value) -> None:
 def _turn_of_backward(stage: Stage, action: Action) -> AbstractContextManager[object]:
     """Return the block in which a backward has the CPU's generator, if forwards drew from it."""
     seed, place = stage.run.seed, stage.place
-    if not seed.turns.drawing:
+    if seed.number is None or not seed.turns.drawing:  # a run beside this may draw alone
         return NOTHING
     number, kind = place.number_of_backward(action.i), (action.kind, place.j)
     return TaskRng(seed, number, place.device, kind, is_backward=True)

@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from pipert._typing import Value
 from pipert.batch.microbatch import Batch
 from pipert.batch.tensors import tensors_of
+from pipert.layers.buffers import Buffers
 from pipert.schedules.plan import Schedule
 from pipert.stage.loss import LossFunction, StepFunction, own_loss
 
@@ -59,7 +59,6 @@ def warn_of_unequal_counts(counts: Sequence[int], what: str) -> None:
         "a mean over these, the mean of the micro-batches is not that of the mini-batch: let "
         "loss_fn return their sum, such as with reduction='sum', and give forward_backward "
         "denominator=(target != -100).sum()",
-        UserWarning,
         stacklevel=4,
     )
 
@@ -86,13 +85,9 @@ class DoubledRows:
             torch.cat([x, x]) if size and rows and size % rows == 0 else x
             for x, size in zip(tensors, sizes, strict=True)
         ]
-        pair = rebuild(tuple(twice))
+        aside = Buffers(function.modules() if isinstance(function, nn.Module) else ())
         try:
-            if isinstance(function, nn.Module):  # which may keep statistics in its buffers
-                copies = {name: buffer.clone() for name, buffer in function.named_buffers()}
-                doubled = functional_call(function, copies, pair)
-            else:
-                doubled = function(*pair)
+            doubled = aside.put_aside(function, *rebuild(tuple(twice)))
         except Exception:  # noqa: BLE001  it may hold something of as many rows; the step goes on
             return
         if isinstance(doubled, Tensor) and doubled.numel() == 1:

@@ -69,14 +69,14 @@ def test_a_buffer_is_changed_by_forwards_alone(change: Callable[[Any], Any], way
 
 @pytest.mark.parametrize("change", [CHANGES["method"], replace])
 def test_a_large_buffer_is_changed_by_forwards_alone(change: Callable[[Any], Any]) -> None:
-    layer = Moving(change, torch.zeros(buffers._SMALL + 1))
+    layer = Moving(change, torch.zeros(buffers.SMALL + 1))
     step(nn.Sequential(layer), RECOMPUTING[0], batch(4))
     assert torch.unique(layer.book).tolist() == [2.0]
 
 
 def test_a_large_buffer_that_nobody_writes_is_not_copied() -> None:
     seen: list[Tensor] = []
-    large = torch.zeros(buffers._SMALL + 1)
+    large = torch.zeros(buffers.SMALL + 1)
     layer = Moving(lambda layer: seen.append(layer.book), large)
     step(nn.Sequential(layer), RECOMPUTING[0], batch(4))
     assert len(seen) == 4 and all(book is large for book in seen)
