@@ -98,10 +98,11 @@ def refuse_keywords_of(
 
 OF_STEPS = (
     "loss_fn", "target", "microbatches", "step", "schedule", "reduction", "denominator",
-    "loss_scale", "return_outputs", "timeout", "chunks", "checkpoint",
+    "loss_scale", "return_outputs", "timeout",
 )  # fmt: skip
-"""Keywords of a step, and of the pipe, which would get lost among those of a model."""
-OF_CALLS = "timeout", "chunks", "checkpoint", "schedule"
+"""The keywords of a step; others go to the model."""
+OF_CALLS = ("timeout",)
+_OF_PIPES = "chunks", "checkpoint", "schedule"
 _close_to = lru_cache(partial(difflib.get_close_matches, n=1, cutoff=0.8))  # for each call
 
 
@@ -111,10 +112,11 @@ def refuse_misspelt(
     """Refuse a keyword close to one of the call's ``own``, unless the layer or a part names it.
 
     Raises:
-        TypeError: a keyword is. A layer that takes any keywords would ignore it.
+        TypeError: a keyword is, or is a setting of the pipe. A layer that takes any keywords would
+            ignore it.
     """
     for name in given:
-        close = _close_to(name, tuple(own))
+        close = _close_to(name, (*own, *_OF_PIPES))
         modules = layer.modules() if close and layer is not None else ()
         named = [name in inspect.signature(each.forward).parameters for each in modules]
         if named and not any(named):  # one around another, as peft's, takes any keywords

@@ -159,7 +159,7 @@ class LossChecks:
             if counts := unequal_counts(targets, batch.sizes or [1] * m):
                 self._has_warned = True
                 warn_of_unequal_counts(counts, "loss_fn" if has_function else "the model's loss")
-        kind = getattr(call.loss_fn, "__code__", type(call.loss_fn)), is_divided
+        kind = getattr(call.loss_fn, "__code__", id(call.loss_fn)), is_divided
         is_mean = not isinstance(call.denominator, Tensor) and call.denominator == m
         if not has_function or call.target is None or kind in self._known or is_mean:
             return None
