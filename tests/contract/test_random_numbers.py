@@ -65,6 +65,7 @@ def number_of(x: Tensor) -> int:
     return int(x[0, 0].detach().item())
 
 
+@pytest.mark.layered  # in any model that draws on the CPU all partitions take turns
 @each_way
 def test_random_numbers_do_not_depend_on_the_order_in_which_threads_draw(way: Way) -> None:
     def gradients(first: str) -> Any:
@@ -169,6 +170,7 @@ def test_a_loss_that_draws_draws_the_same_from_a_seed(kind: str, way: Way) -> No
     same(outcome([2, 3]), outcome([2, 3]), rtol=0, atol=0)
 
 
+@pytest.mark.layered  # likewise
 @ways
 def test_random_numbers_of_a_loss_do_not_depend_on_thread_timing(way: Way) -> None:
     def outcome(is_last: bool) -> Any:

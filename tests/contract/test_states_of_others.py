@@ -151,6 +151,7 @@ def test_tasks_see_context_variables_of_the_caller_and_no_thread_locals(
     assert seen == {(None, "mine")}
 
 
+@pytest.mark.layered  # names both kinds of pipe
 @pytest.mark.parametrize("schedule", [CALL, "1f1b"])
 @pytest.mark.parametrize("kind", ["Pipe", "pipeline"])
 def test_hooks_of_a_model_run_for_each_micro_batch_and_those_of_a_pipe_once(

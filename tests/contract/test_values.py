@@ -92,7 +92,10 @@ def test_a_value_across_a_boundary_brings_its_gradient_back(
 @each_way
 @pytest.mark.parametrize(
     "kind",
-    ["tuple", "dict", "one integer", "one detached", "0-dimensional", "one of two unused"],
+    [
+        "tuple", "dict", "one integer", "one detached", "one of two unused",
+        pytest.param("0-dimensional", marks=pytest.mark.layered),  # likewise
+    ],  # fmt: skip
 )
 def test_the_output_may_be_any_pytree(kind: str, way: Way) -> None:
     make, take = BORDERS[kind]
@@ -100,6 +103,7 @@ def test_the_output_may_be_any_pytree(kind: str, way: Way) -> None:
     assert_equal(module, [1, 2], way, batch(7), loss_fn=lambda y, _: mean(take(y), None))
 
 
+@pytest.mark.layered  # a call of any model refuses single numbers
 @ways
 def test_outputs_of_all_micro_batches_are_put_together_like_those_of_a_call(way: Way) -> None:
     last = Apply(lambda x: {"rows": x, "sum": x.sum(), "best": x.argmax(1), "none": None})
