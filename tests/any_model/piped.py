@@ -27,8 +27,8 @@ from tests.any_model.reference import (
 from tests.any_model.same import assert_same, tolerance_of
 
 __all__ = [
-    "CHUNKS", "HOWS", "How", "assert_equal", "assert_equal_outputs", "compare", "each_how",
-    "found_and_plain", "in_each_how", "made", "pipeline", "results", "step",
+    "CHUNKS", "HOWS", "How", "assert_equal", "assert_equal_outputs", "chunks_of", "compare",
+    "each_how", "found_and_plain", "in_each_how", "made", "pipeline", "results", "step",
 ]  # fmt: skip
 
 CHUNKS = 4

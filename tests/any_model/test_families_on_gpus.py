@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from tests.any_model.family import ROWS, Family
-from tests.any_model.piped import CHUNKS, How, each_how, made, step
+from tests.any_model.piped import How, chunks_of, each_how, made, step
 from tests.any_model.reference import first_rows, reference
 from tests.any_model.same import assert_same
 from tests.any_model.zoo import ZOO
@@ -45,7 +45,8 @@ def test_a_step_on_gpus_equals_the_plain_models(family: Family, how: How) -> Non
     if family.whole_rows:
         how = how._replace(rows=ROWS)
     model, batch = made(family)
-    plain = reference(copy.deepcopy(model), first_rows(batch, how.rows), family.loss, CHUNKS)
+    rows, chunks = first_rows(batch, how.rows), chunks_of(batch, how)
+    plain = reference(copy.deepcopy(model), rows, family.loss, chunks)
     devices = [f"cuda:{j % torch.cuda.device_count()}" for j in range(len(family.cuts) + 1)]
     own = copy.deepcopy(model)
     found = step(own, batch, family, how, devices=devices)

@@ -68,10 +68,11 @@ def test_a_transform_refuses_what_is_on_another_gpu(model: type[Three], how: How
 
 
 @each_how
-def test_a_function_that_torch_calls_again_may_use_tensors_on_two_gpus(how: How) -> None:
+def test_a_function_that_torch_calls_again_may_not_use_tensors_on_two_gpus(how: How) -> None:
     own = family(CheckpointingItself)
     module, batch = own.make()
-    with pytest.raises(RuntimeError, match="on the same device"):
+    refused = "on the same device|different metadata"  # by torch, or by its checkpoint
+    with pytest.raises(RuntimeError, match=refused):
         step(module, batch, own, how, devices=devices_of(own))
 
 
