@@ -5,16 +5,16 @@ row counts alike. Two mistakes are silent, so they are looked for in steps 1, 2,
 where reading a GPU's numbers does not matter:
 
 1. a mean over targets of which unequal numbers count, since some integers are ``IGNORED``;
-2. a sum where a mean is expected, or a mean beside a ``denominator``. ``loss_fn`` is called once
-   more, with each row of the last micro-batch twice: a sum doubles, a mean stays.
+2. a sum where a mean is expected, or a mean beside a ``denominator``. ``loss_fn`` is called again
+   for each half of the last micro-batch: a sum is that of the halves, a mean is between them.
 """
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from math import isclose
 from typing import Any, NamedTuple
 
 import torch
@@ -63,8 +63,8 @@ def warn_of_unequal_counts(counts: Sequence[int], what: str) -> None:
     )
 
 
-class DoubledRows:
-    """Compares the loss of the last micro-batch with that of its rows twice.
+class HalvedRows:
+    """Compares the loss of the last micro-batch with those of its halves.
 
     Args:
         rows: how many it has; 0 if that is unknown.
@@ -74,32 +74,38 @@ class DoubledRows:
 
     def __init__(self, rows: int, is_divided: bool, when_clear: Callable[[], None]) -> None:
         self._rows, self._is_divided, self._when_clear = rows, is_divided, when_clear
-        self._losses: tuple[Tensor, Tensor] | None = None
+        self._losses: list[Tensor] = []
 
     def look(self, function: LossFunction, loss: Tensor, output: Value, target: Value) -> None:
-        """Compute the loss of each row twice. A function that takes no other rows says nothing."""
+        """Compute the loss of each half. A function that takes no other rows says nothing."""
         tensors, rebuild = tensors_of((output, target))
         sizes = [len(x) if x.dim() and not x.is_nested else 0 for x in tensors]
         rows = self._rows or next((size for size in reversed(sizes) if size), 0)
-        twice = [
-            torch.cat([x, x]) if size and rows and size % rows == 0 else x
-            for x, size in zip(tensors, sizes, strict=True)
-        ]
         aside = Buffers(function.modules() if isinstance(function, nn.Module) else ())
-        try:
-            doubled = aside.put_aside(function, *rebuild(tuple(twice)))
-        except Exception:  # noqa: BLE001  it may hold something of as many rows; the step goes on
-            return
-        if isinstance(doubled, Tensor) and doubled.numel() == 1:
-            self._losses = loss, doubled.detach()
+        losses, half = [loss], rows // 2
+        for first, last in ((0, half), (half, rows)) if half else ():
+            each = [
+                x[first * size // rows : last * size // rows] if size and size % rows == 0 else x
+                for x, size in zip(tensors, sizes, strict=True)
+            ]
+            try:
+                found = aside.put_aside(function, *rebuild(tuple(each)))
+            except Exception:  # noqa: BLE001  it may hold something of as many rows
+                return
+            losses += [found.detach()] if isinstance(found, Tensor) and found.numel() == 1 else []
+        self._losses = losses
 
     def check(self) -> None:
         """Warn of a sum without a denominator, and of a mean with one."""
-        if self._losses is None:
+        if len(self._losses) < 3:
             return
-        loss, doubled = [float(each.double()) for each in self._losses]
+        loss, *halves = [float(each.double()) for each in self._losses]
         rtol = 1e-3 if self._losses[0].itemsize > 2 else 0.05  # of what was added up in bfloat16
-        is_sum, is_mean = (isclose(doubled, k * loss, rel_tol=rtol) and loss != 0 for k in (2, 1))
+        counted = [half for half in halves if half == half]  # a mean of nothing is not a number
+        is_sum = all(halves) and math.isclose(sum(halves), loss, rel_tol=rtol)
+        low, high = min(counted, default=math.inf), max(counted, default=0.0)
+        slack = rtol * abs(loss)
+        is_mean = all(halves) and not is_sum and low - slack <= loss <= high + slack
         if is_sum or is_mean:
             self._when_clear()
         if is_mean if self._is_divided else is_sum:
@@ -107,12 +113,12 @@ class DoubledRows:
 
 
 _SUM = (
-    "loss_fn returns a sum, twice as large for each row twice, and the loss is the mean of the "
+    "loss_fn returns a sum, that of the losses of halves of rows, and the loss is the mean of the "
     "micro-batches' losses; give forward_backward reduction='sum', or a denominator=..."
 )
 _MEAN = (
-    "loss_fn returns a mean, as large for each row twice, and the denominator divides the sum of "
-    "the micro-batches' losses; let loss_fn return a sum, or leave out the denominator"
+    "loss_fn returns a mean, one between those of halves of rows, and the denominator divides the "
+    "sum of the micro-batches' losses; let loss_fn return a sum, or leave out the denominator"
 )
 
 
@@ -147,7 +153,7 @@ class LossChecks:
         self._has_warned = False
         self._known = set[object]()
 
-    def of_step(self, call: StepCall, batch: Batch) -> DoubledRows | None:
+    def of_step(self, call: StepCall, batch: Batch) -> HalvedRows | None:
         """Check whether targets count alike; return what checks the loss, if it is to be."""
         self.steps += 1
         m, is_divided = len(batch.inputs), call.denominator is not None
@@ -163,4 +169,4 @@ class LossChecks:
         is_mean = not isinstance(call.denominator, Tensor) and call.denominator == m
         if not has_function or call.target is None or kind in self._known or is_mean:
             return None
-        return DoubledRows([0, *batch.sizes][-1], is_divided, partial(self._known.add, kind))
+        return HalvedRows([0, *batch.sizes][-1], is_divided, partial(self._known.add, kind))
