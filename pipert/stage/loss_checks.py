@@ -27,6 +27,8 @@ from pipert.layers.buffers import Buffers
 from pipert.schedules.plan import Schedule
 from pipert.stage.loss import LossFunction, StepFunction, own_loss
 
+_TIMES = 8
+"""How many times of a single row are looked at: its output may be large."""
 IGNORED = -100
 """The default ``ignore_index`` of torch's losses."""
 
@@ -77,29 +79,41 @@ class HalvedRows:
         self._losses: list[Tensor] = []
 
     def look(self, function: LossFunction, loss: Tensor, output: Value, target: Value) -> None:
-        """Compute the loss of each half. A function that takes no other rows says nothing."""
+        """Compute the loss of each half. A function that takes no other rows says nothing.
+
+        A single row, or its last times, is compared with the same twice.
+        """
         tensors, rebuild = tensors_of((output, target))
         sizes = [len(x) if x.dim() and not x.is_nested else 0 for x in tensors]
         rows = self._rows or next((size for size in reversed(sizes) if size), 0)
+        is_single = rows == 1
+        if is_single:
+            times = [x.size(1) for x in tensors_of(target)[0] if x.dim() > 1 and not x.is_nested]
+            pairs = [(x, size and x.dim() > 1) for x, size in zip(tensors, sizes, strict=True)]
+            ends = [x[:, -_TIMES:] if deep and x.size(1) in times else x for x, deep in pairs]
+            each = zip(ends, sizes, strict=True)
+            tensors = tuple([torch.cat([x, x]) if size else x for x, size in each])
+            sizes, rows = [2 * size for size in sizes], 2
         aside = Buffers(function.modules() if isinstance(function, nn.Module) else ())
         losses, half = [loss], rows // 2
-        for first, last in ((0, half), (half, rows)) if half else ():
-            each = [
+        parts = [(0, half), (half, rows)] if half else []
+        for first, last in [(0, rows), *parts] if is_single else parts:
+            part = [
                 x[first * size // rows : last * size // rows] if size and size % rows == 0 else x
                 for x, size in zip(tensors, sizes, strict=True)
             ]
             try:
-                found = aside.put_aside(function, *rebuild(tuple(each)))
+                found = aside.put_aside(function, *rebuild(tuple(part)))
             except Exception:  # noqa: BLE001  it may hold something of as many rows
                 return
             losses += [found.detach()] if isinstance(found, Tensor) and found.numel() == 1 else []
-        self._losses = losses
+        self._losses = losses[-3:]
 
     def check(self) -> None:
         """Warn of a sum without a denominator, and of a mean with one."""
         if len(self._losses) < 3:
             return
-        loss, *halves = [float(each.double()) for each in self._losses]
+        loss, *halves = [float(each.double()) for each in self._losses]  # of all, and of parts
         rtol = 1e-3 if self._losses[0].itemsize > 2 else 0.05  # of what was added up in bfloat16
         counted = [half for half in halves if half == half]  # a mean of nothing is not a number
         is_sum = all(halves) and math.isclose(sum(halves), loss, rel_tol=rtol)

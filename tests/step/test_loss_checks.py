@@ -99,6 +99,24 @@ def test_a_loss_that_was_added_up_in_half_precision_is_a_sum_or_a_mean(
     assert bool(found) == bool(expected) and re.search(expected, "".join(found))
 
 
+@pytest.mark.parametrize("loss_fn, denominator", [(total, None), (mean, 3), (mean, None)])
+def test_a_micro_batch_of_one_long_row_is_looked_at_by_its_end(
+    loss_fn: Any, denominator: Any
+) -> None:
+    calls: list[torch.Size] = []
+
+    def loss(y: Tensor, t: Tensor) -> Tensor:
+        calls.append(y.shape)
+        return loss_fn(y.flatten(0, 1), t.flatten())  # type: ignore[no-any-return]
+
+    module = nn.Sequential(linear(3, 3), linear(3, 3))
+    with Pipe(module, [1, 1], devices=["cpu"] * 2, chunks=2) as pipe:
+        texts = said(pipe, X.expand(2, 8, 3).repeat(1, 4, 1), target=Y.repeat(2, 4),
+                     loss_fn=loss, denominator=denominator)  # fmt: skip
+    assert len(texts) == (loss_fn is total or denominator is not None)
+    assert calls[2:] == [(2, 8, 3), (1, 8, 3), (1, 8, 3)]
+
+
 def test_labels_of_ready_micro_batches_of_a_step_function_are_counted() -> None:
     model = nn.Sequential(linear(3, 3), linear(3, 3))
     batches = [{"x": x, "labels": t} for x, t in zip(X.chunk(4), SOME.chunk(4), strict=True)]
