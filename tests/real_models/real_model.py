@@ -30,6 +30,8 @@ class RealModel:
     """Draws the keyword arguments of one call."""
     recomputed: bool = True
     """Whether it may be recomputed; not if layers change their argument in place."""
+    returns_loss: bool = False
+    """Whether a call returns a loss alone."""
 
     def __repr__(self) -> str:
         return self.name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from functools import cache, partial
 from random import Random
 from typing import Any
@@ -39,6 +40,8 @@ def test_a_random_pipe_equals_the_plain_module(real: RealModel, schedule: str, s
     (model, batch), calls = made(real)
     dice = Random(f"{real.name} {schedule} {seed}")
     drawn = draw_pipe(dice, schedule, model, calls, real.recomputed)
+    if schedule == "call" and real.returns_loss:
+        drawn = replace(drawn, chunks=1)  # numbers of several micro-batches are refused
     print(drawn)  # pytest shows it if the test fails
     found = piped(prepared(model, drawn), rows_of(batch, drawn), drawn)
     assert_equal(found, plain(prepared(model, drawn), rows_of(batch, drawn)))

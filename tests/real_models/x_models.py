@@ -72,6 +72,7 @@ X_TRANSFORMERS = [
         "x-encoder-decoder",
         encoder_decoder,
         lambda: {"src": tokens(), "tgt": tokens(6), "mask": mask()},
+        returns_loss=True,
     ),
     RealModel("x-continuous", continuous, lambda: {"x": draw(8, 5), "mask": mask()}),
 ]
