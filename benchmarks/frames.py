@@ -2,7 +2,7 @@
 
 The pipe has three partitions of one ``nn.Linear`` each, on CPU workers, and three micro-batches. A
 profile hook counts every call of a Python function, including torch's, from the moment a worker has
-taken a task until it asks for the next; the middle action of each kind, ``[1,1]``, is shown. The
+received a task's input until it does so for the next; the middle action of each kind, ``[1,1]``, is shown. The
 frames are those between the worker's loop and the call of the layer. The second table counts the
 calls of pipert's functions in a whole mini-batch, on all threads. Nothing here is timed. The
 fewest calls of ten mini-batches count, because the first mini-batch creates what later ones reuse,
@@ -26,7 +26,6 @@ from torch import Tensor, nn
 
 import pipert
 from pipert import Pipe, pipeline
-from pipert.queues.closable import ClosableQueue
 from pipert.stage.stage import Task
 from pipert.workers.worker import work
 
@@ -68,20 +67,18 @@ class _Thread:
         code, stack = frame.f_code, _above(frame)
         if work.__code__ not in stack:
             return
-        if code is ClosableQueue.get.__code__ and stack[0] is work.__code__:
+        if code is Task.receive.__code__:
             if self._action:  # the one before is over
                 counted = Counted(self._calls, len(self._files), self._frames)
                 before = self._found.get(self._action, counted)
                 self._found[self._action] = min(before, counted, key=lambda one: one.calls)
-            self._action, self._calls, self._frames = "", 0, None
+            self._action = str(frame.f_locals["self"].what[1])
+            self._calls, self._frames = 0, None
             self._files.clear()
-        elif not (stack[0] is ClosableQueue.get.__code__ and stack[1] is work.__code__):
-            self._calls += 1
-            self._files.add(code.co_filename)
-            if code is Task.receive.__code__:
-                self._action = str(frame.f_locals["self"].what[1])
-            if code is nn.Module.__call__.__code__ and self._frames is None:
-                self._frames = stack.index(work.__code__)
+        self._calls += 1
+        self._files.add(code.co_filename)
+        if code is nn.Module.__call__.__code__ and self._frames is None:
+            self._frames = stack.index(work.__code__)
 
 
 def _above(frame: FrameType) -> list[Any]:

@@ -11,14 +11,14 @@ from pipert.queues.closable import ClosableQueue
 __all__ = ["watch"]
 
 
-class _Wakeups(SimpleQueue[None]):
+class _Items(SimpleQueue[Any]):
     def __init__(self, before_waiting: Callable[[], object]) -> None:
         super().__init__()
         self._before_waiting = before_waiting
 
-    def get(self, block: bool = True, timeout: float | None = None) -> None:
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
         self._before_waiting()
-        super().get(block, timeout)
+        return super().get(block, timeout)
 
 
 def watch(queue: ClosableQueue[Any], before_waiting: Callable[[], object]) -> None:
@@ -26,5 +26,5 @@ def watch(queue: ClosableQueue[Any], before_waiting: Callable[[], object]) -> No
 
     Called before any thread uses the queue.
     """
-    assert not queue.depth() and not queue.is_closed()
-    queue._wakeups = _Wakeups(before_waiting)
+    assert not queue.depth() and not queue.closed
+    queue._items = _Items(before_waiting)

@@ -16,7 +16,6 @@ import torch
 
 from pipert.any_model.microbatch_forward import MicroBatchForward
 from pipert.errors import PipeClosedError
-from pipert.queues.closable import QueueClosed
 from pipert.queues.process_lock import ProcessLock
 from pipert.workers.worker import Activity, WorkerThread
 
@@ -65,12 +64,10 @@ class MicroBatchThreads:
 
     def _give(self, microbatch: MicroBatchForward, thread: MicroBatchThread) -> None:
         microbatch.thread, thread.microbatch = thread, microbatch
-        try:
-            thread.in_queue.put(microbatch)
-        except QueueClosed:
+        if thread.in_queue.put(microbatch):
             microbatch.thread = thread.microbatch = None
             if self._stopped:
-                raise PipeClosedError("the pipe was closed during the call") from None
+                raise PipeClosedError("the pipe was closed during the call")
 
     def _take_idle(self) -> MicroBatchThread | None:
         while self._idle:
@@ -84,7 +81,7 @@ class MicroBatchThreads:
 
     def _start_new(self) -> MicroBatchThread:
         for old in list(self._threads):
-            if old.in_queue.is_closed() and not old.is_alive() and old in self._threads:
+            if old.in_queue.closed and not old.is_alive() and old in self._threads:
                 self._threads.remove(old)
         thread = MicroBatchThread(next(self._numbers))
         self._threads.append(thread)  # before it starts, so that it is always stopped

@@ -2,27 +2,23 @@
 
 Guarantees:
 
-* **Q1** each item put is either received once, or returned by :meth:`ClosableQueue.close`, or
-  refused by its ``put``: exactly one of these.
-* **Q2** ``close`` and ``shut`` wake every waiter, now and later.
+* **Q1** each item put is either received once, or returned once by ``drain`` or a ``put``.
+* **Q2** ``close`` and ``drain`` wake whoever waits, now and later.
 * **Q3** both may be called from a finalizer, on any thread, even on a thread that is inside
   ``put`` or ``get`` of the same queue at that moment.
 
 Q3 rules out a lock: a finalizer that runs on the thread that holds it would wait for itself.
-``deque`` and ``SimpleQueue.put`` are atomic and reentrant; the former holds the items, the latter
-wakes waiters. Each item is in a :class:`Once`, and whoever takes it from there owns it. This
-settles the race of ``put`` with ``close``: a put that finds the queue closed afterwards tries to
-take its item back. If it can, the item is refused; if it cannot, the item was received, or returned
-by ``close``.
+``SimpleQueue.put`` is atomic and reentrant. Who closes a queue sets the flag before it takes what
+is left, and who puts looks at the flag afterwards, so one of the two takes an item that came late.
 
-The wake-ups that a waiter blocks on carry no item. An exception thrown into a waiting thread from
-outside is raised the moment the thread wakes, and would lose whatever the blocking call returns;
-this way the item stays in the queue, where ``close`` finds it.
+One thread receives. An exception thrown into it from outside is raised as soon as it wakes, after a
+call, and would lose what the call returns. A ``for`` statement has no such place between the
+queue and its variable, so that ``for item in queue`` loses nothing.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections.abc import Iterator
 from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
 
@@ -47,70 +43,48 @@ class Once(list[T]):
             return None
 
 
-class QueueClosed(Exception):
-    """Raised on use of a closed queue. Never leaves pipert: whoever catches it settles the task."""
-
-
 class ClosableQueue(Generic[T]):
-    """An unbounded FIFO of items of type ``T``. Any number of threads may put, get and close."""
+    """An unbounded FIFO of items of type ``T``, not ``None``, which ends it."""
 
-    __slots__ = ("__weakref__", "_cells", "_closed", "_wakeups")
+    __slots__ = ("__weakref__", "_items", "closed")
 
     def __init__(self) -> None:
-        self._cells: deque[Once[T]] = deque()
-        self._wakeups: SimpleQueue[None] = SimpleQueue()  # one for each put, one for close
-        self._closed: list[bool] = []  # not empty once the queue is closed
+        self._items: SimpleQueue[T | None] = SimpleQueue()
+        self.closed = False
+        """Whether it is closed: only ``True`` is sure to last."""
 
-    def put(self, item: T) -> None:
-        """Append ``item``, or raise :class:`QueueClosed`."""
-        if self._closed:
-            raise QueueClosed
-        cell = Once((item,))
-        self._cells.append(cell)
-        self._wakeups.put(None)
-        if self._closed and cell.take() is not None:
-            raise QueueClosed
+    def put(self, item: T) -> list[T]:
+        """Append ``item``. Return the items that nobody will receive, if the queue is closed."""
+        self._items.put(item)
+        return self.drain() if self.closed else []
 
-    def get(self) -> T:
-        """Remove and return the oldest item, waiting for one; or raise :class:`QueueClosed`."""
-        while True:
-            if self._closed:
-                raise QueueClosed
-            if self._cells:
-                try:
-                    self._wakeups.get_nowait()
-                except Empty:  # the put was interrupted before it woke anybody, or is about to
-                    pass
-            else:
-                self._wakeups.get()
-            if self._closed:
-                self._wakeups.put(None)  # for the next waiter
-                raise QueueClosed
-            try:
-                return self._cells.popleft().pop()
-            except IndexError:
-                continue  # it was taken meanwhile
+    def __iter__(self) -> Iterator[T]:
+        """Receive the items one by one, once, waiting for each, until the queue is closed.
 
-    def shut(self) -> None:
-        """Refuse every put and get from now on; the items stay until :meth:`close`."""
-        self._closed.append(True)
-        self._wakeups.put(None)
+        An item may be received after that, too.
+        """
+        return iter(self._items.get, None)
 
-    def close(self) -> list[T]:
-        """Shut the queue and return the items not received; later calls return an empty list."""
-        self.shut()
-        left: list[T] = []
-        while self._cells:
-            try:
-                left += self._cells.popleft().take() or ()
-            except IndexError:  # it was taken meanwhile
-                break
-        return left
+    def get(self) -> T | None:
+        """Receive the oldest item, waiting for one; ``None`` if the queue is closed."""
+        return None if self.closed else self._items.get()
 
-    def is_closed(self) -> bool:
-        """Return whether the queue was closed or shut: only ``True`` is sure to last."""
-        return bool(self._closed)
+    def close(self) -> None:
+        """Wake the receiver, now and later; the items stay until :meth:`drain`."""
+        self.closed = True
+        self._items.put(None)
+
+    def drain(self) -> list[T]:
+        """Close the queue and return the items not received."""
+        self.closed = True
+        left: list[T | None] = []
+        try:
+            while True:
+                left.append(self._items.get_nowait())
+        except Empty:
+            self._items.put(None)  # for the receiver
+        return [item for item in left if item is not None]
 
     def depth(self) -> int:
         """Return the number of waiting items; with concurrent threads, a snapshot."""
-        return len(self._cells)
+        return 0 if self.closed else self._items.qsize()

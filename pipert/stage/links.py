@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from pipert._typing import Value
-from pipert.queues.closable import ClosableQueue, QueueClosed
+from pipert.queues.closable import ClosableQueue
 from pipert.skip.namespace import Key
 from pipert.skip.store import Stashed
 from pipert.workers.worker import NOT_RUN
@@ -47,23 +47,17 @@ NOWHERE = Link(lambda i, value: None, lambda i: (), lambda: None)
 
 def between() -> Link:
     """Return a link from one stage to the next: a queue."""
-    queue: ClosableQueue[Value] = ClosableQueue()
+    queue: ClosableQueue[tuple[Value]] = ClosableQueue()  # a value may be None
 
     def send(i: int, value: Value) -> None:
-        if value is SENT:
-            return
-        try:
-            queue.put(value)
-        except QueueClosed:
-            pass  # the run was given up
+        if value is not SENT:
+            queue.put((value,))
 
     def receive(i: int) -> Value:
-        try:
-            return queue.get()
-        except QueueClosed:
-            return NOT_RUN
+        (value,) = queue.get() or (NOT_RUN,)  # the run was given up
+        return value
 
-    return Link(send, receive, queue.close)
+    return Link(send, receive, queue.drain)
 
 
 def from_caller(inputs: list[Value]) -> Link:

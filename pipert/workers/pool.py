@@ -34,7 +34,6 @@ from typing import NamedTuple
 import torch
 
 from pipert.errors import PipeClosedError, WorkerDiedError
-from pipert.queues.closable import QueueClosed
 from pipert.queues.process_lock import ProcessLock
 from pipert.workers.worker import Activity, State, Task, WorkerThread
 
@@ -79,15 +78,14 @@ class Pool:
 
     def put(self, worker: int, task: Task) -> None:
         """Give a task to a worker, or abandon it if that worker no longer takes tasks."""
-        threads = self._threads
-        try:
-            threads[worker].in_queue.put(task)
-        except (QueueClosed, IndexError):  # a forked child has no threads
+        threads = self._threads  # none in a forked child
+        left = threads[worker].in_queue.put(task) if threads else [task]
+        for each in left:
             if self._closed:
                 error: BaseException = PipeClosedError("the pipe was closed during the call")
             else:
                 error = WorkerDiedError(f"{self._names[worker]} was ended from outside")
-            task.abandon(error)
+            each.abandon(error)
 
     def start(self) -> list[WorkerThread]:
         """Ensure that each worker has a live thread, and return the threads.

@@ -25,7 +25,7 @@ import torch
 
 from pipert._torch import import_awaited, set_thread_name
 from pipert.errors import PipeClosedError, WorkerDiedError
-from pipert.queues.closable import ClosableQueue, QueueClosed
+from pipert.queues.closable import ClosableQueue
 from pipert.queues.process_lock import ProcessLock
 
 CHECK = 0.5
@@ -138,7 +138,7 @@ class WorkerThread(threading.Thread):
 
     def serves(self) -> bool:
         """Return whether it takes tasks. A thread about to end does not, though it is alive."""
-        return self.is_alive() and not self.in_queue.is_closed()
+        return self.is_alive() and not self.in_queue.closed
 
     def import_awaited(self) -> str:
         """Return the module that its task imports and the current thread is importing, or ''."""
@@ -154,9 +154,9 @@ class WorkerThread(threading.Thread):
 
     def stop(self) -> None:
         """Let the thread end after its current task and abandon the others. From anywhere."""
-        self.in_queue.shut()
+        self.in_queue.close()
         if not self.is_alive():
-            _abandon(self.in_queue.close(), None, self.name)
+            _abandon(self.in_queue.drain(), None, self.name)
 
 
 def work(in_queue: ClosableQueue[Task], device: torch.device, activity: Activity) -> None:
@@ -168,10 +168,8 @@ def work(in_queue: ClosableQueue[Task], device: torch.device, activity: Activity
     try:
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        while True:
-            try:
-                task = in_queue.get()
-            except QueueClosed:
+        for task in in_queue:
+            if in_queue.closed:
                 return
             activity.waits(task.what)
             value = task.receive()
@@ -186,7 +184,7 @@ def work(in_queue: ClosableQueue[Task], device: torch.device, activity: Activity
     finally:
         value = None
         activity.rests()
-        left = in_queue.close()
+        left = in_queue.drain()
         if task is not None:
             left.insert(0, task)
         _abandon(left, reason, name)
