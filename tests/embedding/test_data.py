@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from pipert import Pipe
 
@@ -43,15 +43,6 @@ class Rows(Dataset[tuple[Tensor, Tensor]]):
         generator = torch.Generator().manual_seed(k)
         x = torch.randn(6, generator=generator, dtype=torch.double)
         return x, (x[:3] * 2).softmax(0)
-
-
-class Stream(IterableDataset[Tensor]):
-    """A data set that gives each worker its part of the rows."""
-
-    def __iter__(self) -> Iterator[Tensor]:
-        info: Any = torch.utils.data.get_worker_info()
-        for k in range(info.id, 8, info.num_workers):
-            yield torch.full((6,), float(k), dtype=torch.double)
 
 
 def perceptron() -> nn.Sequential:
