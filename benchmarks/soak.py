@@ -1,13 +1,11 @@
-"""Runs thousands of steps of every kind in one process: each must be right, and nothing may grow.
+"""Takes thousands of random steps in one process: each must be right, and nothing may grow.
 
-Steps are drawn from a seed: training and evaluation with different batch sizes, modes, numbers of
-micro-batches and checkpointing each time, several callers at once, layers that raise in the forward
-or in a recomputation, layers that return late, interrupted callers, workers killed from outside,
-pipes that are closed and made again. Results of good steps are compared with the plain module; a
-bad step must raise the requested error; the next step must be good.
+Models and steps are those of the random tester (``tests/fuzz``), with up to forty steps in a pipe:
+every kind of layer, schedule and mode, two threads at once, layers that raise in a forward or in a
+backward. Each case is compared with the plain module.
 
-At rest, between steps, the resources of the process are measured (see ``_usage.py``); the table
-shows them. The exit code is 1 if something grew; a wrong step ends with a traceback. ``--leak``
+At rest, between cases, the resources of the process are measured (see ``_usage.py``); the table
+shows them. The exit code is 1 if something grew; a wrong case ends with a traceback. ``--leak``
 leaks on purpose, to show that this is detected.
 """
 
@@ -22,74 +20,78 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
-from _soak_steps import PATIENCE, Soak
-from _usage import freeze, growth, head, line, sample
+from _usage import collect, freeze, growth, head, line, sample
 
-from pipert import __version__
+sys.path.insert(0, str(Path(__file__).parents[1]))  # where tests is
+
+from pipert import __version__  # noqa: E402
+from tests.fuzz.case import Case, draw  # noqa: E402
+from tests.fuzz.check import check  # noqa: E402
 
 __all__ = ["main"]
 
 SAMPLES = 40
+PATIENCE = 300.0  # seconds, after which a case hangs
+STEPS = 40  # of a case, at most
+WARM_UP = 40  # cases, which make what torch and Python make only once
 
 
 class Leak:
-    """The leak that ``--leak`` asks for; called after each step."""
+    """The leak that ``--leak`` asks for; called after each case."""
 
     def __init__(self, kind: str | None) -> None:
         self.kind = kind
         self.kept: list[Any] = []
         self.never = threading.Event()
 
-    def __call__(self, steps: int) -> None:
-        if self.kind == "threads" and steps % 100 == 0:
+    def __call__(self) -> None:
+        if self.kind == "threads":
             threading.Thread(target=self.never.wait, daemon=True).start()
-        elif self.kind == "tensors" and steps % 100 == 0:
+        elif self.kind == "tensors":
             self.kept.append(torch.zeros(1))
         elif self.kind == "objects":
-            self.kept.append([])
+            self.kept += [[] for _ in range(100)]
         elif self.kind == "memory":
-            self.kept.append(bytearray(8192))
+            self.kept.append(bytearray(1 << 18))
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--minutes", type=float, help="how long; default 5 if --steps is missing")
-    parser.add_argument("--steps", type=int, help="how many; ends at whichever comes first")
+    parser.add_argument("--minutes", type=float, default=5.0, help="how long (default: 5)")
     parser.add_argument("--short", action="store_true", help="twenty seconds, for CI")
     parser.add_argument("--seed", type=int, default=0)
-    cuda = [f"cuda:{k}" for k in range(torch.cuda.device_count())]
-    devices = [cuda[k * len(cuda) // 3] for k in range(3)] if cuda else ["cpu"] * 3
-    parser.add_argument("--devices", nargs=3, default=devices, help="of the three partitions")
     parser.add_argument("--leak", choices=("threads", "tensors", "objects", "memory"))
     arguments = parser.parse_args(argv)
     if arguments.short:
         arguments.minutes = 1 / 3
-    elif arguments.minutes is None and arguments.steps is None:
-        arguments.minutes = 5.0
     return arguments
 
 
-def soak(soaking: Soak, arguments: argparse.Namespace) -> list[tuple[float, ...]]:
-    """Takes steps until the time or their number is reached; prints and returns the samples."""
+def case_of(seed: int, number: int, places: Sequence[str]) -> Case:
+    """Draws a case, without anomaly detection, which prints what it finds."""
+    case = draw(seed, number, places, STEPS)
+    return replace(case, steps=tuple([replace(step, anomaly=False) for step in case.steps]))
+
+
+def soak(arguments: argparse.Namespace, places: Sequence[str]) -> list[tuple[float, ...]]:
+    """Checks cases until the time is over; prints and returns the samples."""
     leak, samples = Leak(arguments.leak), list[tuple[float, ...]]()
     print(head(), flush=True)
-    begin, steps, over, due = time.monotonic(), 0, 0.0, 0.0
-    while over < 1:
-        soaking.step()
-        steps += 1
-        leak(steps)
-        seconds = time.monotonic() - begin
-        over = max(
-            seconds / 60 / arguments.minutes if arguments.minutes else 0.0,
-            steps / arguments.steps if arguments.steps else 0.0,
-        )
+    begin, cases, steps, due = time.monotonic(), 0, 0, 0.0
+    while (over := (time.monotonic() - begin) / 60 / arguments.minutes) < 1:
+        faulthandler.dump_traceback_later(PATIENCE, exit=True)
+        case = case_of(arguments.seed, WARM_UP + cases, places)
+        check(case)
+        leak()
+        cases, steps = cases + 1, steps + len(case.steps)
         if over >= due:
             due = over + 1 / SAMPLES
-            faulthandler.dump_traceback_later(5 * PATIENCE, exit=True)
-            soaking.rest()
+            collect()  # an error and the frames that refer to it are cycles, which keep pipes alive
             samples.append(sample())
             print(line(time.monotonic() - begin, steps, samples[-1]), flush=True)
     faulthandler.cancel_dump_traceback_later()
@@ -100,28 +102,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Prints the table; returns 1 if something grew."""
     arguments = parse(argv)
     torch.set_num_threads(1)
-    logging.getLogger("pipert").setLevel(logging.CRITICAL)  # it would log each killed worker
+    logging.getLogger("pipert").setLevel(logging.CRITICAL)
+    count = min(4, torch.cuda.device_count())
+    places = (*[f"cuda:{k}" for k in range(count)], "cpu")
     print(
         f"pipert {__version__}, torch {torch.__version__}, Python {platform.python_version()}, "
         f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, "
-        f"devices {' '.join(arguments.devices)}, seed {arguments.seed}",
+        f"devices {' '.join(places)}, seed {arguments.seed}",
         end="\n\n",
     )
-    faulthandler.dump_traceback_later(5 * PATIENCE, exit=True)
-    first = Soak(arguments.devices, arguments.seed)
-    first.warm_up()
-    first.close()
-    del first
-    freeze()  # leaves out what torch and Python make only for the first step of each kind
-    soaking = Soak(arguments.devices, arguments.seed)
-    soaking.warm_up()
-    samples = soak(soaking, arguments)
-    soaking.close()
-    print("", *(f"{count} x {kind}" for kind, count in soaking.done.most_common()), sep="\n")
-    if len(samples) < 8:
-        print("\nToo few samples to tell whether anything grows.")
-        return 1
-    grown = growth(samples)
+    for number in range(WARM_UP):
+        check(case_of(arguments.seed, number, places))
+    freeze()
+    grown = growth(soak(arguments, places))
     print("", *([f"GREW: {what}" for what in grown] or ["Nothing grew."]), sep="\n")
     return int(bool(grown))
 

@@ -150,9 +150,6 @@ def test_split_does_not_copy_the_batch() -> None:
     assert scatter((x,), {}, 2)[0].data_ptr() == x.data_ptr()
 
 
-# Pitfall 14: any value crosses any boundary.
-
-
 # Pitfall 15: the first layer's arguments; ``tests/contract`` has more of them.
 
 

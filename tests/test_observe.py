@@ -26,7 +26,6 @@ from pipert import (
 from tests.layers import Apply
 from tests.observers import Log
 
-CPU = torch.device("cpu")
 X = torch.arange(8.0).reshape(8, 1)
 
 
@@ -37,13 +36,6 @@ def pipe_of(*layers: nn.Module, **options: Any) -> Pipe:
 
 def linear() -> nn.Linear:
     return nn.Linear(1, 1)
-
-
-def fail(error: BaseException) -> Callable[[Tensor], Tensor]:
-    def function(x: Tensor) -> Tensor:
-        raise error
-
-    return function
 
 
 @pytest.mark.parametrize("record", [Event, TaskInfo, TaskStatus])

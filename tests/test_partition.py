@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pipert.layers.random_numbers import draws
 from pipert.model.split import check_module, place, split
@@ -25,13 +25,6 @@ def split_to(
 
 def layers(count: int = 4) -> nn.Sequential:
     return nn.Sequential(*[nn.Linear(2, 2) for _ in range(count)])
-
-
-class Grows(nn.Sequential):
-    """A subclass that does."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x
 
 
 def test_layers_keep_their_names() -> None:

@@ -24,7 +24,6 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 import pipert
 from pipert import Pipe, PipertError, ReentrantCallError, is_recomputing
 from pipert.stage.run import Outcome, Run
-from pipert.workers.worker import WorkerThread
 from tests.activations import Activations
 from tests.callers import Caller
 from tests.failures import Failures
@@ -172,9 +171,6 @@ def test_a_partition_takes_its_micro_batches_in_order() -> None:
     with pipe_of(3, lambda i, j: seen[j].append(i), chunks=5) as pipe:
         pipe(rows(5))
     assert seen == {j: [0, 1, 2, 3, 4] for j in range(3)}
-
-
-# R1: a result belongs to one run ------------------------------------------------------------------
 
 
 # R2: when a call is over, none of its tasks is ----------------------------------------------------
@@ -365,16 +361,6 @@ def test_when_several_tasks_failed_no_activation_is_left(failures: Failures, no_
         with contextlib.suppress(MemoryError):
             pipe(rows(2))
         assert activations.left() == 0
-
-
-# R6: nothing waits for a dead worker --------------------------------------------------------------
-
-
-def worker(name: str) -> WorkerThread:
-    (thread,) = (
-        t for t in threading.enumerate() if isinstance(t, WorkerThread) and t.name == name
-    )
-    return thread
 
 
 # Several callers ----------------------------------------------------------------------------------

@@ -142,17 +142,3 @@ def ddp_around_a_step_accumulates_in_no_sync(rank: int, schedule: str) -> None:
                 (mse_loss(plain(x), target) / 3).backward()  # type: ignore[no-untyped-call]
             assert len(sizes) == 1
             same_gradients(module, plain)
-
-
-@case
-def a_step_in_ddp_leaves_gradients_alone_until_its_backward(rank: int, schedule: str) -> None:
-    module, _ = models()
-    with piped(module) as pipe:
-        ddp, _ = wrapped(pipe, schedule)
-        before = [torch.full_like(p, rank) for p in module.parameters()]
-        for p, grad in zip(module.parameters(), before, strict=True):
-            p.grad = grad
-        loss = ddp(*of_rank(rank, *batch()))
-        after = [p.grad for p in module.parameters()]
-        assert all(grad is old and bool((grad == rank).all()) for grad, old in zip(after, before))
-        loss.backward()

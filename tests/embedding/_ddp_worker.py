@@ -48,12 +48,6 @@ CASES: dict[str, Case] = {}
 same = torch.testing.assert_close
 
 
-def case(function: Case) -> Case:
-    """Adds a case, named by the fact that it shows."""
-    CASES[function.__name__] = function
-    return function
-
-
 def for_each_mode(function: Callable[..., None]) -> Callable[..., None]:
     """Adds a case for each checkpoint mode."""
     for mode in MODES:
@@ -175,14 +169,10 @@ def some_options(checkpoint: str, shift: int) -> list[dict[str, bool]]:
     return [some for k, some in enumerate(OPTIONS.values()) if (k + turn) % len(MODES) == 0]
 
 
-def trains_with(rank: int, checkpoint: str, options: str) -> None:
-    for chunks in (1, 3):
-        trains_like_the_whole_batch(rank, five_layers, checkpoint, chunks, **OPTIONS[options])
-
-
 @for_each_mode
 def ddp_trains_as_one_process_does_on_the_whole_batch(rank: int, checkpoint: str) -> None:
-    trains_with(rank, checkpoint, "default")
+    for chunks in (1, 3):
+        trains_like_the_whole_batch(rank, five_layers, checkpoint, chunks)
 
 
 @for_each_mode
@@ -198,16 +188,6 @@ def ddp_around_a_model_in_place_has_the_gradients_of_the_whole_batch(
         assert pipe.statistics().runs == 1
     whole_batch_gradients(plain, xs)
     same(grads_of(module), grads_of(plain))
-
-
-@for_each_mode
-def looking_for_unused_parameters_changes_nothing(rank: int, checkpoint: str) -> None:
-    trains_with(rank, checkpoint, "find unused")
-
-
-@for_each_mode
-def gradients_that_are_views_of_buckets_change_nothing(rank: int, checkpoint: str) -> None:
-    trains_with(rank, checkpoint, "bucket views")
 
 
 @for_each_mode
@@ -233,18 +213,6 @@ def gradients_accumulate_without_reduction_in_no_sync(rank: int, checkpoint: str
                 same(grads_of(module), grads_of(plain))
                 for trained in (module, plain, local):
                     trained.zero_grad()
-
-
-@for_each_mode
-def frozen_layers_stay_without_gradient(rank: int, checkpoint: str) -> None:
-    for frozen, options in zip((0, 2), some_options(checkpoint, 1), strict=False):
-
-        def make(frozen: int = frozen) -> nn.Sequential:
-            module = five_layers()
-            module[frozen].requires_grad_(False)
-            return module
-
-        trains_like_the_whole_batch(rank, make, checkpoint, 3, **options)
 
 
 @for_each_mode
@@ -297,21 +265,21 @@ def normalised() -> nn.Sequential:
     return nn.Sequential(linear(3, 4), norm, linear(4, 4), nn.ReLU(inplace=True), linear(4, 2))
 
 
-def after(start: nn.Sequential, x: Tensor, parts: int) -> nn.Sequential:
-    """Returns a copy of ``start`` after its running statistics have seen the parts of ``x``."""
+def after(start: nn.Sequential, x: Tensor) -> nn.Sequential:
+    """Returns a copy of ``start`` after its running statistics have seen ``x``."""
     module = copy.deepcopy(start)
-    for part in x.chunk(parts):
-        module(part)
+    module(x)
     return module
 
 
-def trains_with_batch_norm(rank: int, checkpoint: str, deferred: bool) -> None:
+@for_each_mode
+def statistics_that_are_deferred_are_those_of_process_0(rank: int, checkpoint: str) -> None:
     """Each micro-batch is normalised by itself; a call begins with the statistics of process 0."""
     module = normalised()
     plain, of_process_0 = copy.deepcopy(module), copy.deepcopy(module)
     with Pipe(
         module, [2, 3], devices=["cpu", "cpu"], chunks=2, checkpoint=checkpoint,
-        deferred_batch_norm=deferred,
+        deferred_batch_norm=True,
     ) as pipe:  # fmt: skip
         ddp = wrap(pipe)
         for _ in range(3):
@@ -320,44 +288,12 @@ def trains_with_batch_norm(rank: int, checkpoint: str, deferred: bool) -> None:
             for part in [part for x in xs for part in x.chunk(2)]:
                 whole_batch_gradients(plain, [part])
             same(grads_of(module), grads_of(plain))
-            expected = [after(of_process_0, x, 1 if deferred else 2) for x in xs]
+            expected = [after(of_process_0, x) for x in xs]
             same(list(module.buffers()), list(expected[rank].buffers()))
             of_process_0 = expected[0]
 
 
-@for_each_mode
-def statistics_of_micro_batches_are_those_of_process_0(rank: int, checkpoint: str) -> None:
-    trains_with_batch_norm(rank, checkpoint, deferred=False)
-
-
-@for_each_mode
-def statistics_that_are_deferred_are_those_of_process_0(rank: int, checkpoint: str) -> None:
-    trains_with_batch_norm(rank, checkpoint, deferred=True)
-
-
 # --- with what else belongs to DDP ----------------------------------------------------------------
-
-
-@case
-def every_process_begins_with_what_process_0_has(rank: int) -> None:
-    torch.manual_seed(rank)
-    module = normalised()
-    module[1].running_mean.fill_(rank)  # type: ignore[operator]
-    with piped(module) as pipe:
-        wrap(pipe)
-    torch.manual_seed(0)
-    expected = normalised().state_dict()
-    for name, tensor in module.state_dict().items():
-        assert torch.equal(tensor, expected[name])
-
-
-@case
-def the_state_dict_has_the_keys_of_ddp_around_the_plain_module(rank: int) -> None:
-    module = five_layers()
-    keys = list(wrap(module).state_dict())
-    with piped(module) as pipe:
-        assert list(wrap(pipe).state_dict()) == keys
-    assert keys[0] == "module.0.weight"
 
 
 class Fail(nn.Module):

@@ -7,8 +7,7 @@ test_fork.py; here it does what a data loader's worker does, and the parent goes
 from __future__ import annotations
 
 import copy
-import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset
 
 from pipert import Pipe
 
@@ -43,15 +42,6 @@ class Rows(Dataset[tuple[Tensor, Tensor]]):
         generator = torch.Generator().manual_seed(k)
         x = torch.randn(6, generator=generator, dtype=torch.double)
         return x, (x[:3] * 2).softmax(0)
-
-
-class Stream(IterableDataset[Tensor]):
-    """A data set that gives each worker its part of the rows."""
-
-    def __iter__(self) -> Iterator[Tensor]:
-        info: Any = torch.utils.data.get_worker_info()
-        for k in range(info.id, 8, info.num_workers):
-            yield torch.full((6,), float(k), dtype=torch.double)
 
 
 def perceptron() -> nn.Sequential:
@@ -116,24 +106,6 @@ def test_workers_may_be_forked_between_forward_and_backward(
     torch.testing.assert_close([grad.cpu() for grad in grads], list(expected))
 
 
-def test_a_pipe_may_score_rows_in_a_worker_process() -> None:
-    """A data set with a model in it; each worker starts threads of its own."""
-    plain = perceptron()
-    x = torch.randn(8, 6, dtype=torch.double)
-    with pipe_of(copy.deepcopy(plain), ["cpu"] * 2) as pipe, torch.no_grad():
-        pipe(x)
-        batches = DataLoader(
-            TensorDataset(x),
-            batch_size=4,
-            num_workers=2,
-            multiprocessing_context="fork",
-            collate_fn=lambda rows: (os.getpid(), pipe(torch.stack([row for (row,) in rows]))),
-        )
-        scored = list(batches)
-    assert os.getpid() not in {process for process, _ in scored}
-    torch.testing.assert_close(torch.cat([scores for _, scores in scored]), plain(x).detach())
-
-
 # Where the input comes from -----------------------------------------------------------------------
 
 
@@ -152,17 +124,3 @@ def test_an_input_may_come_from_anywhere(
             if "GPU" in kind:
                 given = given.to("cuda:0", non_blocking=non_blocking)
             torch.testing.assert_close(pipe(given).cpu(), expected)
-
-
-@pytest.mark.cuda
-def test_a_pinned_batch_may_be_overwritten_after_the_call(devices: list[str]) -> None:
-    plain = perceptron()
-    pinned = torch.empty(64, 6, dtype=torch.double).pin_memory()
-    with pipe_of(copy.deepcopy(plain), devices) as pipe, torch.no_grad():
-        for _ in range(20):
-            x = torch.randn(64, 6, dtype=torch.double)
-            pinned.copy_(x)
-            y = pipe(pinned)
-            torch.cuda.synchronize()
-            pinned.zero_()
-            torch.testing.assert_close(y.cpu(), plain(x))

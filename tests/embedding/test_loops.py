@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -169,20 +168,6 @@ def test_an_average_of_a_pipe_is_that_of_the_module(agree: Agree, how: str) -> N
     agree(loop)
 
 
-def test_the_state_of_an_average_of_a_pipe_loads_into_one_of_the_module() -> None:
-    module = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
-    plain = AveragedModel(copy.deepcopy(module))
-    with Pipe(module, [2, 1], devices=["cpu"] * 2, chunks=3) as pipe:
-        average = AveragedModel(pipe)
-        train(pipe)
-        average.update_parameters(pipe)
-        plain.load_state_dict(average.state_dict())
-        x, _ = next(batches(1))
-        with torch.no_grad():
-            torch.testing.assert_close(plain(x), average(x))
-        done_with(average)
-
-
 def test_update_bn_gives_a_pipe_with_deferred_statistics_those_of_the_module() -> None:
     plain = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3)).double()
     module, data = copy.deepcopy(plain), [x for x, _ in batches(3)]
@@ -230,39 +215,6 @@ def test_a_layers_hook_that_changes_something_does_so_as_without_a_pipe(
         return [before, changed, train(model)]
 
     agree(loop, checkpoint=checkpoint)
-
-
-def test_state_dict_hooks_of_a_layer_are_called_as_without_a_pipe(agree: Agree) -> None:
-    def loop(model: nn.Module) -> None:
-        layer: Any = model.get_submodule("2")
-        calls: list[str] = []
-        handles = [
-            layer.register_state_dict_pre_hook(lambda *args: calls.append("saving " + args[1])),
-            layer.register_state_dict_post_hook(lambda *args: calls.append("saved " + args[2])),
-            layer.register_load_state_dict_pre_hook(lambda *args: calls.append("load " + args[2])),
-            layer.register_load_state_dict_post_hook(lambda *args: calls.append("loaded")),
-        ]
-        model.load_state_dict(model.state_dict())
-        for handle in handles:
-            handle.remove()
-        assert calls == ["saving 2.", "saved 2.", "load 2.", "loaded"]
-
-    agree(loop)
-
-
-@pytest.mark.layered  # they see the model, too
-def test_hooks_for_all_modules_see_the_layers_and_the_pipe() -> None:
-    module = nn.Sequential(nn.Linear(6, 3), nn.Tanh()).double()
-    seen: Counter[str] = Counter()
-    handle = nn.modules.module.register_module_forward_hook(
-        lambda m, x, y: seen.update([type(m).__name__])
-    )
-    try:
-        with Pipe(module, [1, 1], devices=["cpu"] * 2, chunks=3, checkpoint="never") as pipe:
-            pipe(next(batches(1))[0])
-    finally:
-        handle.remove()
-    assert seen == {"Linear": 3, "Tanh": 3, "Pipe": 1}
 
 
 @modes
@@ -320,22 +272,3 @@ def test_an_anomaly_is_traced_to_the_line_of_the_layer(
             loss_of(pipe, *next(batches(1))).backward()
     line = "return torch.sqrt(x * 0)  # the line that anomaly detection has"
     assert any("Traceback of forward call" in each and line in each for each in anomalies)
-
-
-# Gradients without ``.grad`` ----------------------------------------------------------------------
-
-
-@modes
-def test_gradients_by_autograd_grad_can_be_applied_by_hand(agree: Agree, checkpoint: str) -> None:
-    def loop(model: nn.Module) -> list[tuple[Tensor, ...]]:
-        steps = []
-        for x, target in batches(3):
-            grads = torch.autograd.grad(loss_of(model, x, target), list(model.parameters()))
-            steps.append(grads)
-            with torch.no_grad():
-                for parameter, grad in zip(model.parameters(), grads, strict=True):
-                    parameter.sub_(0.02 * grad)
-        assert all(p.grad is None for p in model.parameters())
-        return steps
-
-    agree(loop, checkpoint=checkpoint)

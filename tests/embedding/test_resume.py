@@ -19,8 +19,6 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
-from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
-from torch.nn.parallel import DistributedDataParallel
 
 from pipert import Pipe
 
@@ -139,10 +137,6 @@ def load_file(path: Path, run: Training, **options: Any) -> None:
     run.schedule.load_state_dict(schedule)
 
 
-def load_mapped_file(path: Path, run: Training) -> None:
-    load_file(path, run, mmap=True)
-
-
 def distributed_state(run: Training) -> dict[str, Any]:
     model, optimizer = get_state_dict(run.model, run.optimizer)
     return {"model": model, "optimizer": optimizer, "schedule": run.schedule.state_dict()}
@@ -172,7 +166,6 @@ def load_distributed(path: Path, run: Training) -> None:
 
 WAYS = {
     "torch.save": Way(save_file, load_file),
-    "mmap": Way(save_file, load_mapped_file),
     "dcp": Way(save_distributed, load_distributed),
     "async_save": Way(save_distributed_meanwhile, load_distributed),
 }
@@ -219,30 +212,6 @@ def test_with_the_same_chunks_a_run_goes_on_bit_for_bit(
     assert losses == uninterrupted(PLACES[before])
 
 
-# assign=True: the tensors of the file become the parameters.
-
-
-@pytest.mark.parametrize("mmap", [False, True])
-@pytest.mark.parametrize("after", PLACES)
-def test_a_run_goes_on_with_parameters_that_are_assigned(
-    tmp_path: Path, after: str, mmap: bool
-) -> None:
-    path = tmp_path / "run"
-    with placed(six_layers(0), PLACES["two devices"]) as model:
-        run = training(model)
-        train(run, batches()[:BEFORE])
-        save_file(path, run)
-    with placed(six_layers(9), PLACES[after]) as model:
-        state, optimizer, schedule = torch.load(path, weights_only=True, mmap=mmap)
-        model.load_state_dict(state, strict=True, assign=True)
-        for name, parameter in model.named_parameters():
-            assert parameter.data_ptr() == state[name].data_ptr()
-        run = training(model)  # after assigning, as with any module: it holds the parameters
-        run.optimizer.load_state_dict(optimizer)
-        run.schedule.load_state_dict(schedule)
-        same(train(run, batches()[BEFORE:]), uninterrupted(None))
-
-
 # The whole pipe in a file.
 
 
@@ -258,46 +227,3 @@ def test_a_run_goes_on_with_a_pipe_that_was_saved_whole(tmp_path: Path) -> None:
         run.optimizer.load_state_dict(optimizer)
         run.schedule.load_state_dict(schedule)
         assert train(run, batches()[BEFORE:]) == uninterrupted(PLACES["two devices"])
-
-
-# From inside DDP.
-
-
-@contextlib.contextmanager
-def in_ddp(place: str, path: Path, way: str) -> Iterator[None]:
-    """A run that was saved inside of DDP."""
-    with placed(six_layers(0), PLACES[place]) as model:
-        run = training(DistributedDataParallel(model))
-        train(run, batches()[:BEFORE])
-        WAYS[way].save(path, run)
-    yield
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("after", ["plain", "three devices"])
-def test_a_file_of_ddp_is_loaded_without_its_prefix(
-    one_rank: None, tmp_path: Path, after: str
-) -> None:
-    path = tmp_path / "run"
-    with in_ddp("two devices", path, "torch.save"), placed(six_layers(9), PLACES[after]) as model:
-        state, optimizer, schedule = torch.load(path, weights_only=True)
-        assert all(name.startswith("module.") for name in state)
-        consume_prefix_in_state_dict_if_present(state, "module.")
-        run = training(model)
-        model.load_state_dict(state, strict=True)
-        run.optimizer.load_state_dict(optimizer)
-        run.schedule.load_state_dict(schedule)
-        same(train(run, batches()[BEFORE:]), uninterrupted(None))
-
-
-@pytest.mark.slow
-def test_a_run_without_ddp_is_taken_up_inside_of_it(one_rank: None, tmp_path: Path) -> None:
-    path = tmp_path / "run"
-    with placed(six_layers(0), None) as model:
-        run = training(model)
-        train(run, batches()[:BEFORE])
-        save_distributed(path, run)
-    with placed(six_layers(9), PLACES["two devices"]) as pipe:
-        run = training(DistributedDataParallel(pipe))
-        load_distributed(path, run)
-        same(train(run, batches()[BEFORE:]), uninterrupted(None))

@@ -45,15 +45,6 @@ def test_the_adapters_are_saved_and_the_plain_model_loads_them(
     assert (folder / "adapter_model.safetensors").exists()
 
 
-@pytest.mark.usefixtures("one_measurement")
-def test_a_plain_model_without_the_adapters_differs(
-    example: ModuleType, tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """So that nothing differs says something."""
-    monkeypatch.setattr(example.PeftModel, "from_pretrained", lambda base, _: base)
-    assert example.main(tiny).difference > 0.1
-
-
 def test_paragraphs_in_a_row_are_told_apart(example: ModuleType) -> None:
     options = example.build_parser().parse_args(TINY)
     model = example.build_base(options).eval()

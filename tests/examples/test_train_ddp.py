@@ -104,18 +104,6 @@ def test_the_processes_train_on_gpus_where_there_are_some(runs: Runs) -> None:
     assert_same_training(runs)
 
 
-@starts_processes
-def test_process_0_alone_prints(runs: Runs) -> None:
-    first, *steps, last = runs.output.splitlines()
-    assert re.match(r"2 processes; in process 0, of 4 layers: \d on \w+", first)
-    assert [re.sub(r"\d\.\d\d\d", "#", line) for line in steps] == [
-        "step 10: loss # in process 0",
-        "step 20: loss # in process 0",
-    ]
-    assert re.fullmatch(r"held-out loss: \d\.\d\d before, \d\.\d\d after 20 steps", last)
-    assert f"{runs.alone.after:.2f} after" in last
-
-
 def test_a_process_that_fails_does_not_wait_for_the_others(example: ModuleType) -> None:
     """To leave the process group is to wait for operations that other processes have not begun."""
     with pytest.raises(ValueError, match="a layer has failed"):
@@ -123,33 +111,6 @@ def test_a_process_that_fails_does_not_wait_for_the_others(example: ModuleType) 
             raise ValueError("a layer has failed")
     assert dist.is_initialized()
     dist.destroy_process_group()
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        ("--batch 6 --accumulate 4", "--batch 6 must divide evenly among 1 processes and"),
-        ("--heads 3", "heads must divide width"),
-        ("--chunks 0", "argument --chunks: must be 1 or more, not 0"),
-        ("--context 600", "the text is too short: a tenth of it is held out, so --context 600"),
-        ("--save no/such/folder/gpt.pt", "--save needs a folder that exists"),
-        ("--data no/such/text.txt", "No such file"),
-        ("--resume train_gpt.py", "is not a file that --save wrote"),
-    ],
-)
-def test_a_bad_option_ends_the_program_with_a_clear_message(
-    example: ModuleType,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    more: str,
-    message: str,
-) -> None:
-    monkeypatch.chdir(Path(str(example.__file__)).parent)
-    with pytest.raises(SystemExit) as end:
-        example.main(options(tmp_path, *more.split()))
-    assert end.value.code == 2
-    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

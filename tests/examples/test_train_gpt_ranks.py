@@ -64,14 +64,6 @@ def test_two_processes_train_like_one(options: list[str], tmp_path: Path) -> Non
         torch.testing.assert_close(states[0][name], states[1][name], rtol=1e-3, atol=1e-5)
 
 
-def test_processes_that_torchrun_has_not_started_cannot_join(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.delenv("LOCAL_RANK", raising=False)
-    with pytest.raises(ValueError, match="--distributed is for torchrun"):
-        importlib.import_module("ranks").join()
-
-
 def has_left(rank: int, program: str, argv: list[str]) -> bool:
     """Runs an example as Python does; returns whether it has left the process group."""
     with pytest.MonkeyPatch.context() as patch:

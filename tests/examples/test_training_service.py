@@ -240,62 +240,6 @@ def test_a_service_killed_several_times_ends_like_an_undisturbed_one(
     assert_same(run.final(), undisturbed)
 
 
-@pytest.mark.parametrize(
-    ("function", "call"),
-    [
-        ("torch.save", 4),  # half of the file is written
-        ("os.fsync", 7),  # before the file is flushed
-        ("os.replace", 4),  # before it gets its name
-        ("os.fsync", 8),  # before the folder is flushed
-        ("pathlib.Path.unlink", 1),  # before an older one is deleted
-    ],
-)
-def test_a_service_killed_while_saving_resumes_from_a_whole_state(
-    run: Folders, undisturbed: dict[str, Any], function: str, call: int
-) -> None:
-    script = f"""
-import io, pathlib
-real, times = {function}, 0
-
-def dies(*args, **kwargs):
-    global times
-    times += 1
-    if times == {call}:
-        if real is torch.save:
-            whole = io.BytesIO()
-            real(args[0], whole)
-            args[1].write(whole.getvalue()[: len(whole.getvalue()) // 2])
-            args[1].flush()
-        os.kill(os.getpid(), signal.SIGKILL)
-    return real(*args, **kwargs)
-
-{function} = dies
-during = lambda step, rows: None
-"""
-    assert run.start(script=script).wait() == -signal.SIGKILL
-    second = run.run()
-    assert second.lines("resumed")[0]["step"] in ("4", "6")
-    assert "refused" not in second.text()
-    assert_same(run.final(), undisturbed)
-
-
-def test_a_state_with_a_wrong_byte_is_refused(
-    run: Folders, undisturbed: dict[str, Any]
-) -> None:
-    run.run("--steps 8")
-    for path in sorted(run.state.glob("*.pt"))[1:]:
-        path.write_bytes(path.read_bytes()[:-1] + b"!")
-    second = run.run()
-    assert len(second.lines("refused")) == 2
-    assert second.lines("resumed") == [{"step": "4"}]
-    assert_same(run.final(), undisturbed)
-    for path in run.state.glob("*.pt"):
-        path.write_bytes(b"!")
-    last = run.start()
-    assert last.wait() == 1
-    assert "is intact; delete them to begin anew" in last.text()
-
-
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
 def test_a_stop_signal_lets_the_service_finish_the_step_and_save(
     run: Folders, undisturbed: dict[str, Any], name: str
@@ -309,43 +253,6 @@ def during(step, rows):
     assert run.final(5)["steps"] == 5
     run.run()
     assert_same(run.final(), undisturbed)
-
-
-def test_two_processes_do_not_use_the_same_states(run: Folders) -> None:
-    first = run.start("--steps 100000 --save-every 1000")
-    first.wait_for("saved")
-    second = run.start()
-    assert second.wait() == 1 and "BlockingIOError" in second.text()
-    assert first.kill(signal.SIGTERM) == 0
-
-
-# --- text that comes while it runs ----------------------------------------------------------------
-
-
-def test_new_text_is_used_and_a_kill_changes_no_result(run: Folders, expected: Folders) -> None:
-    """The same text comes during the same step, once with a kill between two saves."""
-    for folders, kill_at in ((expected, 0), (run, 17)):
-        script = f"""
-import pathlib
-
-def during(step, rows):
-    if step == 3:
-        pathlib.Path({str(folders.data / "three.txt")!r}).write_text("that was not there. " * 5)
-    if step == {kill_at}:
-        os.kill(os.getpid(), signal.SIGKILL)
-"""
-        assert folders.start("--save-every 6", script).wait() == (-signal.SIGKILL if kill_at else 0)
-    second = run.run("--save-every 6")
-    assert second.lines("resumed") == [{"step": "12"}]
-    assert_same(run.final(), expected.final())
-    assert run.final()["sizes"] == {"one.txt": 660, "three.txt": 100, "two.py": 640}
-
-
-def test_known_text_that_is_gone_is_an_error(run: Folders) -> None:
-    run.run("--steps 2")
-    (run.data / "one.txt").write_text("shorter")
-    life = run.start()
-    assert life.wait() == 1 and "or less now" in life.text()
 
 
 # --- out of memory, and stuck ---------------------------------------------------------------------
@@ -411,13 +318,6 @@ def during(step, rows):
 
 
 # --- the command line -----------------------------------------------------------------------------
-
-
-def test_a_run_with_other_options_does_not_resume(run: Folders) -> None:
-    run.run("--steps 2")
-    life = run.start("--lr 1")
-    assert life.wait() == 1
-    assert "the saved state belongs to a run with {" in life.text()
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,11 @@ Run it by hand, for an hour::
 
     python -m tests.fuzz --minutes 60 --seed 1
 
-A test runs it with a fixed number of cases. A case fails if its outputs, losses, gradients, buffers
-or parameters differ from the reference's, if something is raised that the case does not ask for,
-or if the simulated GPUs report anything. It is printed as one line that can be pasted::
+A test runs it with a fixed number of cases, on simulated GPUs and on the CPU, and
+``benchmarks/soak.py`` runs it to see whether anything grows. A case fails if its outputs, losses,
+gradients, buffers or parameters differ from the reference's, if something is raised that the case
+does not ask for, or if the simulated GPUs report anything. It is printed as one line that can be
+pasted::
 
     python -m tests.fuzz --case 'Case(seed=5, units=("linear", "tanh"), ...)'
 

@@ -120,7 +120,6 @@ def kinds_of(case: Case) -> list[str]:
     kinds += [f"partitions: {min(len(case.devices), 1 + len(set(case.cuts)))}"]
     kinds += ["devices: with the CPU"] * ("cpu" in case.devices)
     kinds += ["devices: one twice"] * (len(set(case.devices)) < len(case.devices))
-    kinds += [f"aside: {name}" for name in case.asides]
     for step in case.steps:
         kinds += ["step: fault"] * (step.fault is not None and "fragile" in case.units)
         flags = ("streams", "recorded", "late", "loss_there", "anomaly", "scale_on")

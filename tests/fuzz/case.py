@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from random import Random
 
-__all__ = ["Case", "Step", "draw"]
+__all__ = ["DEVICES", "Case", "Step", "draw"]
 
 HOWS = {  # the ways to take a step, and their weights
     "call": 6, "gpipe": 3, "1f1b": 4, "zb-h1": 3, "zb-h2": 2, "interleaved": 3, "own order": 3,
@@ -17,14 +18,9 @@ UNITS = {  # groups of layers, and their weights; see layers.py
     "linear": 6, "linear, in place": 3, "linear, scale in place": 2, "tanh": 3, "scale": 3,
     "layer norm": 2, "dict": 2, "some cut": 2, "parameter": 2, "unused": 2, "detach": 1, "none": 2,
     "integers": 2, "ignores": 1, "lengths": 1, "pipe": 1, "batch norm": 1, "dropout": 1,
-    "noise": 1, "fragile": 2,
+    "noise": 1, "fragile": 2, "function": 2,
 }  # fmt: skip
-CHANCES = {
-    "functions": 0.3, "copies": 0.3, "containers": 0.1, "labels": 0.06, "masks": 0.1, "draws": 0.04,
-}  # fmt: skip
-"""What may be drawn besides: ``"functions"`` puts weights, which may be tied, into functions of a
-user's own; the others are names of ``asides.ASIDES``."""
-DEVICES = ["cuda:0", "cuda:1", "cuda:2", "cuda:3", "cpu"]
+DEVICES = ("cuda:0", "cuda:1", "cuda:2", "cuda:3", "cpu")
 
 
 @dataclass(frozen=True)
@@ -93,28 +89,25 @@ class Case:
     """Whether it runs in single precision under autocast to bfloat16."""
     in_place: bool = False
     """Whether the pipe is one of any model, if its forward can be that of an ``nn.Sequential``."""
-    asides: tuple[str, ...] = ()
-    """What the user does after the steps, by name; see ``asides.py``."""
     steps: tuple[Step, ...] = (Step(),)
 
 
-def draw(seed: int, number: int) -> Case:
-    """Draws the case of a number in the run of a seed."""
+def draw(seed: int, number: int, places: Sequence[str] = DEVICES, steps: int = 4) -> Case:
+    """Draws the case of a number in the run of a seed.
+
+    Args:
+        seed: of the run.
+        number: of the case.
+        places: the devices for partitions, inputs and targets.
+        steps: the largest number of steps.
+    """
     dice = Random(f"{seed}-{number}")
     units = tuple(_weighted(dice, UNITS) for _ in range(dice.randint(1, 6)))
     n = dice.randint(1, 4)
-    devices = tuple(dice.choice(DEVICES[: dice.choice([2, 4, 5])]) for _ in range(n))
-    more = Random(f"{seed}-{number}-more")  # which leaves the other numbers as they were
-    asides = [name for name, chance in CHANCES.items() if more.random() < chance]
-    if "pipe" in units and "copies" in asides:  # whose copy cannot be moved to the CPU
-        asides.remove("copies")
-    for name, unit in (("functions", "function"), ("copies", "own state")):
-        if name in asides:
-            k = more.randint(0, len(units))
-            units = (*units[:k], unit, *units[k:])
-    if dice.random() < 0.3:  # partitions are placed on two devices in turn
-        devices = tuple(dice.sample(DEVICES[:4], 2))
-    case = Case(
+    devices = tuple(dice.choice(places[: dice.choice([2, 4, 5])]) for _ in range(n))
+    if dice.random() < 0.3 and len(places) > 2:  # partitions are placed on two devices in turn
+        devices = tuple(dice.sample(places[:4], 2))
+    return Case(
         seed=dice.randrange(1000),
         units=units,
         skips=tuple(
@@ -129,16 +122,13 @@ def draw(seed: int, number: int) -> Case:
         several=dice.random() < 0.25,
         autocast=dice.random() < 0.1,
         in_place=dice.random() < 0.3,
-        asides=tuple(name for name in asides if name != "functions"),
-        steps=tuple(_step(dice, devices) for _ in range(dice.randint(1, 4))),
+        steps=tuple(_step(dice, devices, places) for _ in range(dice.randint(1, steps))),
     )
-    steps = [replace(step, counted=more.random() < 0.4) for step in case.steps]
-    return replace(case, steps=tuple(steps))
 
 
-def _step(dice: Random, devices: tuple[str, ...]) -> Step:
+def _step(dice: Random, devices: tuple[str, ...], places: Sequence[str]) -> Step:
     def place() -> str:
-        return dice.choice([devices[0], *DEVICES])
+        return dice.choice([devices[0], *places])
 
     then = [what for what in ("refill", "step", "drop") if dice.random() < 0.6]
     then.insert(dice.randint(0, len(then)), dice.choice(["zero", "none", ""]))
@@ -164,6 +154,7 @@ def _step(dice: Random, devices: tuple[str, ...]) -> Step:
         ready=dice.random() < 0.25,
         function=dice.random() < 0.5,
         late=dice.random() < 0.3,
+        counted=dice.random() < 0.4,
         then=tuple(what for what in then if what),
     )
 

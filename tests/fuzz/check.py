@@ -137,7 +137,7 @@ def _kind_of(case: Case) -> str | None:
 
 def _smaller(case: Case) -> Iterator[Case]:
     """Yields the cases with one item less or one field simpler."""
-    for name in ("steps", "units", "skips", "cuts", "frozen", "hooked", "asides"):
+    for name in ("steps", "units", "skips", "cuts", "frozen", "hooked"):
         for shorter in _shorter(getattr(case, name), 1 if name in ("steps", "units") else 0):
             fields: dict[str, Any] = {name: shorter}
             yield dataclasses.replace(case, **fields)
@@ -160,6 +160,6 @@ def _simpler(item: Any, simplest: Any) -> Iterator[Any]:
     """Yields copies of an item, each with one field set as in the simplest item."""
     for field in dataclasses.fields(item):
         value = getattr(simplest, field.name)
-        if field.name not in ("steps", "units", "devices", "then", "cuts", "skips", "asides"):
+        if field.name not in ("steps", "units", "devices", "then", "cuts", "skips"):
             if value != getattr(item, field.name):
                 yield dataclasses.replace(item, **{field.name: value})

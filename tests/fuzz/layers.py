@@ -34,13 +34,6 @@ class Scale(nn.Module):
         return x.mul_(self.factor) if self.in_place else x * self.factor
 
 
-class OwnState(Scale):
-    """Says itself what a copy of it gets: all its attributes."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        return dict(self.__dict__)
-
-
 class Times(torch.autograd.Function):
     """A linear layer, differentiated by hand, maybe without a gradient (docs/contract.md)."""
 
@@ -198,7 +191,6 @@ MAKERS: dict[str, Callable[[], list[nn.Module]]] = {
     "noise": lambda: [Apply(lambda x: x + torch.rand_like(x))],
     "fragile": lambda: [Fragile()],
     "function": lambda: [ByHand(3, 3)],
-    "own state": lambda: [OwnState()],
 }
 
 

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipert import Pipe, pipeline
-from tests.fuzz.asides import take_asides
 from tests.fuzz.case import Case, Step
 from tests.fuzz.layers import RANDOM, Fault, Fragile, Model, build
 from tests.fuzz.orders import schedule_of
@@ -75,7 +74,6 @@ def in_pipe(case: Case, first: Found | None = None) -> Found:
                 if "drop" in step.then:
                     allocate()
         keep_state(found, pipe)
-        take_asides(case, model.layers, found, True)
     synchronize()
     return found
 
@@ -203,7 +201,7 @@ def anomalies(step: Step) -> Iterator[None]:
 def precision(case: Case) -> Iterator[None]:
     """Enables autocast if the case has it."""
     with (
-        torch.autocast("cuda", torch.bfloat16, enabled=case.autocast),
+        torch.autocast("cuda", torch.bfloat16, enabled=case.autocast and GPUS > 0),
         torch.autocast("cpu", torch.bfloat16, enabled=case.autocast),
     ):
         yield
@@ -278,7 +276,6 @@ def reference(case: Case, found: Found) -> Found:
         keep_gradients(expected, plain)
         clear_up(step, plain, optimizer, batch)
     keep_state(expected, plain)
-    take_asides(case, plain, expected, False)
     return expected
 
 

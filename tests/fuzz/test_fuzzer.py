@@ -19,38 +19,39 @@ from pipert.batch.joining import gather
 from pipert.pipes import base
 from pipert.stage.run import Run
 from tests import simulated_gpus
-from tests.fuzz.case import Case, Step, draw
+from tests.fuzz.case import DEVICES, Case, Step, draw
 from tests.fuzz.check import Failure, check, shrink
 
+pytestmark = pytest.mark.slow
+CPU = ("cpu",)
 four_gpus = pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four CUDA devices")
-pytestmark = [pytest.mark.slow, pytest.mark.cuda, pytest.mark.multi_gpu, four_gpus]
 
 
-def test_random_cases_equal_the_plain_module_s_and_have_no_reports() -> None:
+def on_gpus(test: Any) -> Any:
+    for mark in (pytest.mark.cuda, pytest.mark.multi_gpu, four_gpus):
+        test = mark(test)
+    return test
+
+
+@pytest.mark.parametrize("autocast", [None, False, True])
+@pytest.mark.parametrize(
+    "places", [CPU, pytest.param(DEVICES, marks=[pytest.mark.multi_gpu, four_gpus])], ids=len
+)
+def test_random_cases_equal_the_plain_module_s_and_have_no_reports(
+    places: tuple[str, ...], autocast: bool | None
+) -> None:
     for number in range(25):
-        case = draw(12, number)
+        case = draw(12, number, places)
+        if autocast is not None:
+            steps = [replace(step, counted=True) for step in case.steps]
+            case = replace(case, autocast=autocast, steps=tuple(steps))
         try:
             check(case)
         except Failure as failure:
             pytest.fail(f"{failure}\n{case!r}", pytrace=False)
 
 
-@pytest.mark.parametrize("kind", ["labels", "masks", "draws", "autocast", "no autocast"])
-def test_two_dozen_cases_of_each_kind_have_no_failure(kind: str) -> None:
-    for number in range(24):
-        case = draw(12, number)
-        steps = [replace(step, counted=True) for step in case.steps]
-        if "autocast" in kind:
-            case = replace(case, asides=(), autocast=kind == "autocast", steps=tuple(steps))
-        else:
-            step = Step(rows=steps[0].rows, chunks=steps[0].chunks, checkpoint=steps[0].checkpoint)
-            case = Case(seed=number, devices=case.devices, asides=(kind,), steps=(step,))
-        try:
-            check(case)
-        except Failure as failure:
-            pytest.fail(f"{failure}\n{case!r}", pytrace=False)
-
-
+@on_gpus
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("first", [100, 200])
 def test_a_hundred_cases_in_a_fresh_process_equal_the_plain_module_s(first: int) -> None:
@@ -63,6 +64,7 @@ def test_a_hundred_cases_in_a_fresh_process_equal_the_plain_module_s(first: int)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@on_gpus
 def test_a_fault_does_not_wait_for_a_call_that_the_reference_does_not_have() -> None:
     step = Step(how="gpipe", chunks=4, checkpoint="always", fault=("F", 2), ready=True)
     check(Case(units=("fragile", "noise"), steps=(step,)))
@@ -93,21 +95,25 @@ def found(cases: int = 40) -> tuple[Case, str]:
     pytest.fail(f"nothing found in {cases} cases")
 
 
+@on_gpus
 def test_copies_without_a_wait_are_found() -> None:
     with seeded_fault(stream, "wait", lambda waiter, awaited: None):
         assert found()[1] == "reported"
 
 
+@on_gpus
 def test_memory_reused_too_early_is_found() -> None:
     with seeded_fault(Tensor, "record_stream", lambda tensor, stream: None):
         assert found()[1] == "reported"
 
 
+@on_gpus
 def test_inputs_that_may_be_overwritten_too_early_are_found() -> None:
     with seeded_fault(Run, "return_what_was_read", lambda run: None):
         assert found()[1] == "reported"
 
 
+@on_gpus
 def test_a_wrong_value_is_found_and_the_case_is_shrunk() -> None:
     right = gather
     with seeded_fault(base, "gather", lambda ys, sizes, *_: right(ys[::-1], sizes[::-1])):
@@ -125,6 +131,7 @@ def test_a_case_is_reproduced_from_its_number_and_from_its_line() -> None:
     assert [eval(repr(case), {"Case": Case, "Step": Step}) for case in cases] == cases
 
 
+@on_gpus
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(("units", "status"), [("('tanh',)", 0), ("('no such layer',)", 1)])
 def test_the_command_s_status_says_whether_the_case_has_failed(units: str, status: int) -> None:

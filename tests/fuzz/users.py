@@ -25,7 +25,7 @@ __all__ = [
     "keep", "loss_of", "parts_of", "take",
 ]  # fmt: skip
 
-GPUS = 4
+GPUS = min(4, torch.cuda.device_count())
 SCHEDULES = ("gpipe", "1f1b", "zb-h1", "zb-h2", "interleaved", "own order")
 
 
@@ -202,7 +202,8 @@ def of_thread(step: Step) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for own in own_streams() if step.streams else ():
             stack.enter_context(torch.cuda.stream(own))
-        stack.enter_context(torch.cuda.device(step.current))
+        if GPUS:
+            stack.enter_context(torch.cuda.device(step.current))
         yield
 
 

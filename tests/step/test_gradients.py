@@ -17,8 +17,6 @@ from torch.testing._internal.two_tensor import TwoTensor
 from pipert import Pipe, pipeline
 from pipert.stage.gradients import Gradients, delivery
 
-META = torch.device("meta")
-
 
 @pytest.mark.parametrize(
     "share",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -188,12 +188,3 @@ def test_a_cached_parametrization_is_computed_once_in_a_step(way: Way) -> None:
         Cube.calls = 0
         take_step(pipe, way, batch(9), loss_fn=lambda y, _: y.square().mean())
     assert Cube.calls == 1
-
-
-# Numbers of nodes ---------------------------------------------------------------------------------
-
-
-def nodes(count: int) -> Iterator[Tensor]:
-    x = leaf(1)
-    for _ in range(count):
-        yield (x := x.exp())

@@ -115,32 +115,6 @@ def test_with_checkpointing_a_partition_has_activations_of_one_micro_batch_at_on
     assert most_kept(schedule, "always", 3, 6, outputs=False) == [1, 1, 1]
 
 
-class Inputs:
-    """Counts the values that partitions send each other, which checkpoints keep."""
-
-    def __init__(self, n: int, m: int, checkpoint: str) -> None:
-        self.between = Activations()
-        self.counts: list[int] = []
-        layers: list[nn.Module] = []
-        for j in range(n):
-            layers += [nn.Linear(3, 3), _Sends(self, j == n - 1)]
-        self.pipe = Pipe(
-            nn.Sequential(*layers), [2] * n, devices=["cpu"] * n, chunks=m, checkpoint=checkpoint
-        )
-
-
-class _Sends(nn.Module):
-    def __init__(self, inputs: Inputs, is_last: bool) -> None:
-        super().__init__()
-        self.inputs, self.is_last = inputs, is_last
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = x.tanh()
-        if self.is_last or is_recomputing():
-            return y
-        return self.inputs.between.add(y)
-
-
 # When all is over ---------------------------------------------------------------------------------
 
 

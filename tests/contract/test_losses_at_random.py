@@ -1,4 +1,4 @@
-"""Trains a language model by labels of which unequal numbers count, with a loss that is drawn.
+"""Tests random losses over labels, of which unequal numbers count, against the plain model's.
 
 A pipe must have the plain loss, or name the remedy in a warning. A call must have it in any case.
 """
@@ -12,28 +12,29 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipert import pipeline
-from tests.fuzz.case import Case
-from tests.fuzz.users import Found
+from tests.contract.ways import MODES
 
-__all__ = ["labels"]
+transformers = pytest.importorskip("transformers", reason="its losses are tested")
 
 CALLS = ["call of the model", "call of the pipe"]
 DIVIDED = ["mean, divided", "sum, divided"]
 STEPS = ["the model's loss", "ready", "mean", "sum", "sum, added", *DIVIDED]
 
 
-def labels(case: Case, module: nn.Sequential, found: Found, piped: bool) -> None:
-    """Takes a step in one of these ways, and compares it with the plain model's."""
-    if not piped:
-        return
-    dice, step = Random(case.seed), case.steps[0]
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(12))
+def test_a_loss_over_labels_is_the_plain_model_s_or_the_remedy_is_named(seed: int) -> None:
+    torch.manual_seed(seed)
+    dice = Random(seed)
+    rows, chunks = dice.randint(1, 8), dice.randint(1, 5)
     way, own = dice.choice(CALLS * 3 + STEPS), dice.choice(list(OWN))
-    ids = torch.randint(11, (step.rows, 6))
+    ids = torch.randint(11, (rows, 6))
     wanted = torch.where(torch.rand(ids.shape) < dice.choice([0.0, 0.3, 0.9]), -100, ids)
     wanted[:, 0] = wanted[0, -1] = wanted[-1, 2] = 0  # the first is in no loss, and counts alike
     plain, model = _model(), _model()
@@ -45,9 +46,8 @@ def labels(case: Case, module: nn.Sequential, found: Found, piped: bool) -> None
     others |= {"sum, added": others["sum"]} | dict.fromkeys(DIVIDED, others["mean"])
     expected: Any = others.get(way, y.loss)
     expected.backward()
-    devices = [case.devices[0], case.devices[-1]]
-    options: Any = {"chunks": step.chunks, "checkpoint": step.checkpoint}
-    pipe = pipeline(model, ["transformer.h.1"], devices=devices, **options)
+    options: Any = {"chunks": chunks, "checkpoint": dice.choice(MODES)}
+    pipe = pipeline(model, ["transformer.h.1"], devices=["cpu"] * 2, **options)
     with warnings.catch_warnings(record=True) as seen, pipe:
         warnings.simplefilter("always")
         loss = _take(way, model, pipe, ids, wanted)
@@ -56,7 +56,7 @@ def labels(case: Case, module: nn.Sequential, found: Found, piped: bool) -> None
         assert any([part in text for part in known]), text
     both: Any = zip(plain.parameters(), model.parameters(), strict=True)
     pairs = [(expected, loss), *[(x.grad, y.grad) for x, y in both]]
-    is_right = all([torch.allclose(x, y.cpu(), 1e-6, 1e-9) for x, y in pairs])
+    is_right = all([torch.allclose(x, y, 1e-6, 1e-9) for x, y in pairs])
     is_said = any(["denominator" in text for text in texts])
     assert is_right or is_said, f"{way}, {own}: wrong"
     # A mean of one label is its sum.
@@ -88,12 +88,10 @@ def _loss(output: Any, wanted: Tensor, kind: str = "mean") -> Tensor:
 
 
 def _model() -> Any:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
     dropout = dict.fromkeys(["resid_pdrop", "embd_pdrop", "attn_pdrop"], 0.0)
     sizes = {"n_layer": 2, "n_embd": 8, "n_head": 2, "vocab_size": 11, "n_positions": 8}
-    config = GPT2Config(**sizes, **dropout, bos_token_id=0, eos_token_id=0)
-    return GPT2LMHeadModel(config).double()
+    config = transformers.GPT2Config(**sizes, **dropout, bos_token_id=0, eos_token_id=0)
+    return transformers.GPT2LMHeadModel(config).double()
 
 
 def _own_mean(self: Any, input_ids: Tensor, labels: Any = None, **more: Any) -> Any:
