@@ -89,6 +89,7 @@ class AnyModel:
         stages = assemble(run, self._model, inputs, step, None, actions.table())
         for stage in stages:
             stage.weights_elsewhere = ()  # they are copied in the partition that uses them
+            stage.layers.copies = model_run.parameters
             stage.boundary.copies.come_in |= len(set(run.devices)) > 1
             if stage.step_boundary is not None:
                 stage.step_boundary.look = partial(_look_behind, model_run.graphs)

@@ -120,21 +120,27 @@ _next_functions: Callable[[Any], Iterable[Any]] = attrgetter("next_functions")
 
 
 def origins(
-    ys: Sequence[Tensor], begins: Collection[tuple[Any, int]], made: range
+    ys: Sequence[Tensor],
+    begins: Collection[tuple[Any, int]],
+    copies: Iterable[Tensor],
+    made: range,
 ) -> tuple[list[Tensor], bool] | None:
-    """Returns the leaves of a task's graph, if the task is a function of them and its inputs alone.
+    """Returns what a task's graph begins with, if the task is a function of that and its inputs.
 
     Args:
         ys: the outputs, which require grad.
         begins: the node and the number of its output at which the graph begins, for each input.
+        copies: the copies that the task computes with, of weights that live on other devices.
         made: the numbers of the nodes that the task created.
 
     Returns:
-        The leaves that require grad, and whether functions written in Python use them, which may
-        call the engine. ``None`` if the graph has nodes of another graph, or what the functions do
-        in the engine is seen: by hooks on the leaves, or by a reentrant checkpoint of torch, which
-        refuses to be in a part of a backward.
+        The leaves that require grad and the copies that were used, and whether functions written in
+        Python use them, which may call the engine. ``None`` if the graph has nodes of another
+        graph, or what the functions do in the engine is seen: by hooks on the leaves, or by a
+        reentrant checkpoint of torch, which refuses to be in a part of a backward.
     """
+    of_copies = {(copy.grad_fn, copy.output_nr): copy for copy in copies if not copy.is_leaf}
+    begins = {*begins, *of_copies}
     stops = {node for node, _ in begins}
     ends = [(y.grad_fn, y.output_nr) for y in ys if y.grad_fn is not None]
     behind = leaves_behind([node for node, _ in ends if node not in stops], (), made, stops)
@@ -142,11 +148,12 @@ def origins(
     # numbers do not tell, the pair is right as well: it differentiates all that it computes again.
     if behind.others or len(set(behind.numbers)) < len(behind.numbers):
         return None
-    if {*map(len, map(outputs_of, stops))} - {1}:  # another output may be used as well
-        edges = [*ends, *chain.from_iterable(map(_next_functions, behind.nodes))]
+    leaves = behind.leaves
+    if of_copies or {*map(len, map(outputs_of, stops))} - {1}:  # another output may be used as well
+        edges = {*ends, *chain.from_iterable(map(_next_functions, behind.nodes))}
         if any(edge[0] in stops and edge not in begins for edge in edges):
             return None
-    leaves = behind.leaves
+        leaves += [copy for edge, copy in of_copies.items() if edge in edges]
     if len(ends) < len(ys):
         leaves = list({id(x): x for x in (*(y for y in ys if y.is_leaf), *leaves)}.values())
     kinds = set(map(type, behind.nodes))

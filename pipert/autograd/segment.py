@@ -24,7 +24,7 @@ costs as much as a small operation. So:
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from itertools import compress, count
 from typing import Any, NamedTuple, Protocol
@@ -125,7 +125,11 @@ class Segment:
         """The outputs of the current repetition, if they are used."""
 
     def record(
-        self, compute: Callable[[Value], Value], value: Value, made: dict[int, Made]
+        self,
+        compute: Callable[[Value], Value],
+        value: Value,
+        made: dict[int, Made],
+        copies: Callable[[], Iterable[Tensor]],
     ) -> Value:
         """Run ``compute(value)``, and replace its graph by one node if possible (rules 1 and 5).
 
@@ -133,6 +137,7 @@ class Segment:
             compute: computes the segment for the first time.
             value: the input, any pytree.
             made: the outputs of earlier segments, by id.
+            copies: returns the copies of weights on other devices that ``compute`` may use.
 
         Raises:
             RuntimeError: a layer has changed an input, or put a hook on it.
@@ -152,7 +157,7 @@ class Segment:
         ys, rebuild = differentiable(y)
         made_here = range(before, node_count())
         self._saves = next(saves)
-        if found := origins(ys, begins, made_here) if ys else None:
+        if found := origins(ys, begins, copies(), made_here) if ys else None:
             self._is_pair = True
             ys = through_checkpoint(self, ys, xs, *found)
         if not self._copies and (now := _states(tensors, True)) != states:

@@ -82,8 +82,10 @@ class Layers:
         """Begin to checkpoint micro-batch ``i`` in its forward."""
         if self._snapshot is None:  # before the first forward
             self._snapshot = Snapshot(self._partition)
-        effect = partial(Effect, self._effects, self._place, i)
-        return Segments(partial(self._replay, i), effect, self._context.saved_tensor_hooks)
+        effect, copies = partial(Effect, self._effects, self._place, i), self.copies
+        used = tuple if copies is None else partial(copies.of_partition, self._place.j)
+        hooks = self._context.saved_tensor_hooks
+        return Segments(partial(self._replay, i), effect, hooks, used)
 
     def forward(
         self, i: int, segments: Segments | None, value: Value, watch: Watch | None = None

@@ -105,6 +105,10 @@ class ParameterCopies:
             self._copies[key] = tensor, copy, version(copy)
         return self._copies[key][1]
 
+    def of_partition(self, j: int) -> list[Tensor]:
+        """Return the copies that partition ``j`` computes with."""
+        return [copy for (k, _), (_, copy, _) in [*self._copies.items()] if k == j]
+
     def tensors_of(self, *layers: nn.Module) -> list[Tensor]:
         """Return what may have copies of a called layer, and of the modules in its arguments."""
         found: list[Tensor] = []

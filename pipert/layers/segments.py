@@ -8,7 +8,7 @@ model's own code, is not repeated, and keeps the tensors it saves.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from itertools import takewhile
 
@@ -42,10 +42,11 @@ class Segments:
             worker, where the context is already in place.
         effect: makes what compares the values that a segment returns, given their name in errors.
         hooks: the caller's saved-tensor hooks.
+        copies: returns the copies that the partition computes with, of weights on other devices.
     """
 
     __slots__ = (
-        "__weakref__", "_effect", "_made", "_replay", "_segments", "hooks", "in_step",
+        "__weakref__", "_copies", "_effect", "_made", "_replay", "_segments", "hooks", "in_step",
     )  # fmt: skip
 
     def __init__(
@@ -53,10 +54,12 @@ class Segments:
         replay: Callable[[Callable[[], None], bool], None],
         effect: Callable[[str], Effect],
         hooks: Hooks,
+        copies: Callable[[], Iterable[Tensor]] = tuple,
     ) -> None:
         self._replay = replay
         self._effect = effect
         self.hooks = hooks
+        self._copies = copies
         self.in_step: Callable[..., Sequence[Tensor | None]] | None = None
         self._segments: list[weakref.ref[Segment]] = []
         self._made: dict[int, Made] = {}
@@ -95,10 +98,10 @@ class Segments:
         before = checkpoint_here.set(True)
         try:
             if settings == NEW_THREAD_AUTOCAST:
-                y = segment.record(first, value, self._made)
+                y = segment.record(first, value, self._made, self._copies)
             else:
                 with _autocast(settings):
-                    y = segment.record(first, value, self._made)
+                    y = segment.record(first, value, self._made, self._copies)
         finally:
             checkpoint_here.reset(before)
         effect.note(y)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import pipert
+from pipert.autograd.segment import Segment
 from pipert.layers import call
 from pipert.layers.default_generators import DefaultGenerator
 from pipert.layers.snapshot import Snapshot
@@ -57,6 +59,37 @@ def test_each_partition_is_recomputed_once_for_each_backward(pairs: int, backwar
         assert pipe.statistics().recomputations == 3 * CHUNKS * backwards
     for one, other in zip((x, *model.parameters()), (own, *plain.parameters()), strict=True):
         assert one.grad is not None and other.grad is not None
+        torch.testing.assert_close(one.grad.cpu(), other.grad)
+
+
+class TiedHead(nn.Module):
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x.sin(), self.weight).exp()
+
+
+@pytest.mark.parametrize("kind", ["Pipe", "pipeline"])
+def test_a_copy_of_a_tied_weight_is_an_input_of_the_segment(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filled = list[object]()
+    monkeypatch.setattr(Segment, "fill", filled.append)
+    first = nn.Linear(4, 4).double()
+    module = nn.Sequential(first, nn.Linear(4, 4).double(), TiedHead(first.weight))
+    plain, x = copy.deepcopy(module), torch.randn(8, 4, dtype=torch.float64)
+    options: Any = {"devices": ["cuda:0", "cuda:1"], "chunks": CHUNKS, "checkpoint": "always"}
+    make = partial(pipert.Pipe, module, [1, 2]) if kind == "Pipe" else (
+        partial(pipert.pipeline, module, ["1"])
+    )
+    with make(**options) as pipe:
+        for _ in range(2):
+            pipe(x).square().sum().backward()
+            plain(x).square().sum().backward()
+    assert not filled
+    for one, other in zip(module.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(one.grad.cpu(), other.grad)
 
 

@@ -99,7 +99,7 @@ def test_a_node_of_another_thread_is_not_the_task_s_though_its_number_might_be(
     y = leaf.exp() * made[0]
     numbers = range(first, node_count())
     assert made[0].grad_fn is not None and made[0].grad_fn._sequence_nr() in numbers
-    found = origins([y], [], numbers)
+    found = origins([y], [], [], numbers)
     assert found is None if elsewhere else found == ([leaf], False)
 
 
