@@ -251,8 +251,6 @@ class AroundLayers:
     def _call(self, layer: ModelLayer, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         shared, stage = self._model_run, self._stage
         self._rng.note_call(layer.module)
-        if shared.inspection is not None:
-            shared.inspection.note_call(layer.module)
         if shared.called_in.setdefault(layer.module, stage.place.j) != stage.place.j:
             shared.refuse_shared_norms(layer, stage.place.j)
         if layer.is_compiled:
@@ -261,8 +259,7 @@ class AroundLayers:
             modules = [x for x in (*args, *kwargs.values()) if isinstance(x, nn.Module)]
             for used in (layer, *filter(None, map(shared.layers.get, modules))):
                 shared.layers.move_on_first_call(used, stage)
-                if shared.inspection is not None:  # of changes, which a move is not
-                    shared.inspection.note_call(used.module)
+                shared.called_in.setdefault(used.module, stage.place.j)
             layers = [layer.module, *modules]
             call = shared.parameters.wrap(stage.place.j, layers, call, self._copy_of)
         # What works in place, in torch.utils.checkpoint or in a transform, keeps what it saves.

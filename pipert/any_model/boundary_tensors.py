@@ -9,12 +9,10 @@ know what is done to ``s``::
 
 1. In the partition that has changed it, ``x`` is still replaced by ``s``.
 2. In a later partition ``s`` takes the place of ``x``, as the change has left it.
-3. In a step the graph of *another* tensor that shares the memory, such as a view, knows nothing of
-   ``s``: if it is used after the change, it is refused. Without a pipe, autograd would track the
-   change, because it is made to ``x`` itself.
-4. If that tensor was brought into the partition before the change, the change is refused: a layer
-   may hold both.
-5. A hook that a layer registers on ``s`` would see a part of the gradient, and is refused. In the
+3. *Another* tensor that shares the memory, such as a view, knows nothing of ``s``: it is refused if
+   it is used in a later partition, or overlaps and is used in the same one. Without a pipe,
+   autograd would track the change, because it is made to ``x`` itself.
+4. A hook that a layer registers on ``s`` would see a part of the gradient, and is refused. In the
    model's own code hooks are registered on ``x``.
 """
 
@@ -24,22 +22,19 @@ import torch
 from torch import Tensor
 
 from pipert._torch import base_of, sequence_nr, storage_of, tensor_hooks
-from pipert.batch.tensors import describe, version
+from pipert.batch.tensors import version
 from pipert.stage.shared_memory import overlap
 
 
 class _Boundary:
-    """A boundary tensor, with its version and node when it was made and when it was last used."""
+    """A boundary tensor, with its version and node, and its original's version, at first."""
 
-    __slots__ = (
-        "first_node", "first_version", "last_node", "last_version", "original", "tensor", "version",
-    )  # fmt: skip
+    __slots__ = ("first_node", "first_version", "original", "tensor", "version")
 
     def __init__(self, original: Tensor, tensor: Tensor) -> None:
         self.original, self.tensor = original, tensor
-        self.version = version(original)
-        self.first_version = self.last_version = version(tensor)
-        self.first_node = self.last_node = tensor.grad_fn
+        self.version, self.first_version = version(original), version(tensor)
+        self.first_node = tensor.grad_fn
 
     def has_changed(self) -> bool:
         return version(self.tensor) != self.first_version
@@ -68,53 +63,37 @@ class BoundaryTensors:
     def find(self, tensor: Tensor) -> Tensor | None:
         """Return the boundary tensor that ``tensor`` already has in this partition (rule 1)."""
         found = self._current.get(id(tensor))
-        if found is None:
+        if found is None or not self._cuts and found.version != version(tensor):
             return None
-        entered = found.tensor
-        if not self._cuts:
-            return entered if found.version == version(tensor) else None
-        if version(entered) != found.last_version:
-            if entered.grad_fn is found.last_node is not None:
-                raise _another_name()
-            found.last_node, found.last_version = entered.grad_fn, version(entered)
-        return entered
+        return found.tensor
 
     def with_whole_gradient(self, tensor: Tensor) -> Tensor:
-        """Return the tensor whose gradient is the sum over all partitions (rule 5)."""
+        """Return the tensor whose gradient is the sum over all partitions (rule 4)."""
         tensor = self.as_left(tensor)
         found = self._current.get(id(tensor))
         return tensor if found is None or not found.has_changed() else found.tensor
 
     def add(self, tensor: Tensor, entered: Tensor) -> None:
         """Replace ``tensor`` by ``entered`` from now on."""
+        start = self._changes.get(memory_of(tensor)) if self._changes else None
+        if start is not None and not (self._cuts and sequence_nr(tensor.grad_fn) >= start):
+            raise RuntimeError(_ANOTHER_NAME)
         self._current[id(tensor)] = _Boundary(tensor, entered)
 
-    def refuse_stale(self, tensor: Tensor) -> None:
-        """Refuse an earlier tensor whose memory was changed under another name (rule 3)."""
-        if not (self._current or self._changes):
-            return
-        memory = memory_of(tensor)
-        if sequence_nr(tensor.grad_fn) < self._changes.get(memory, 0) or any(
-            one.has_changed() and memory_of(one.original) == memory
-            for one in self._current.values()
-        ):
-            raise _another_name()
-
     def refuse_old_base(self, view: Tensor, earlier: range) -> None:
-        """Refuse a view whose base has a node with one of the ``earlier`` partitions' numbers.
-
-        The view was made in an earlier partition, and autograd has since rebuilt its graph, because
-        its memory was changed (rule 3).
-        """
+        """Refuse a view of an earlier tensor, of which autograd has rebuilt the graph (rule 3)."""
         base = base_of(view)
         node = None if base is None else base.grad_fn
         if node is not None and sequence_nr(node) in earlier:
-            raise _another_name()
+            raise RuntimeError(_ANOTHER_NAME)
 
     def end(self, start: int) -> None:
         """End the partition, whose nodes are numbered from ``start``."""
-        if self._cuts:
-            self._refuse_overlapping()
+        changed = [one for one in self._current.values() if one.has_changed()]
+        for one in changed:
+            for other in self._current.values():
+                if other is not one and overlap(one.original, other.original):
+                    raise RuntimeError(_ANOTHER_NAME)
         for key, one in self._current.items():
             is_tracked = one.tensor.grad_fn is not one.first_node
             if one.tensor.requires_grad and not is_tracked:
@@ -126,21 +105,6 @@ class BoundaryTensors:
                     self.changed[key] = one
         self._current.clear()
 
-    def _refuse_overlapping(self) -> None:
-        """Refuse a change of one of two boundary tensors that share memory (rule 4)."""
-        changed = [one for one in self._current.values() if one.has_changed()]
-        for one in changed:
-            if one.tensor.grad_fn is one.first_node:
-                continue  # changed through another tensor, or in a way that the graph does not know
-            for other in changed:
-                if other is not one and overlap(one.tensor, other.tensor):
-                    raise RuntimeError(
-                        f"two tensors of an earlier partition, {describe(one.tensor)} and "
-                        f"{describe(other.tensor)}, share memory, and one was changed in place: "
-                        "the plain module changes both, but a step of a pipe only that one. Change "
-                        "a copy (inplace=False), or let the earlier partition clone one of them"
-                    )
-
 
 def memory_of(tensor: Tensor) -> int:
     """Return a number that tensors with the same memory have in common."""
@@ -149,14 +113,11 @@ def memory_of(tensor: Tensor) -> int:
     return storage_of(tensor)
 
 
-def _another_name() -> RuntimeError:
-    return RuntimeError(
-        "a tensor that one partition has made is changed in place in a later one, and used under "
-        "another name, such as a view: a step of a pipe cannot follow that; change a clone, or "
-        "make the view after the change"
-    )
-
-
+_ANOTHER_NAME = (
+    "a tensor that one partition has made is changed in place in a later one, and used under "
+    "another name, such as a view, which a pipe cannot follow; change a clone (inplace=False), or "
+    "make the view after the change"
+)
 _HOOKED = (
     "a layer registers a hook on its argument, or retains its gradient, but the argument is a "
     "tensor of an earlier partition, so that the layer would see a part of the gradient; do that "

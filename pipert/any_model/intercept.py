@@ -116,8 +116,6 @@ class Intercept(TorchFunctionMode):
         if entered is None:
             if is_transformed():
                 raise RuntimeError(_TRANSFORMED.format(describe(tensor), tensor.device))
-            if is_earlier:
-                self.boundary.refuse_stale(tensor)
             entered = self._enter(tensor, is_earlier)
             self.boundary.add(tensor, entered)
         return entered

@@ -76,25 +76,14 @@ class MicroBatchGraph:
         return entered
 
     def look_behind(self, j: int, ends: list[Node]) -> Behind:
-        """Return what is behind the ends of partition ``j``; refuse what has entered it unseen."""
-        behind = leaves_behind(ends, [order.ENTRANCE], self._numbers[j])
-        self._refuse_unseen(j, behind)
-        return behind
-
-    def _refuse_unseen(self, j: int, behind: Behind) -> None:
-        """Refuse a graph that leads on where a tensor has entered unseen.
-
-        Tensors do so through custom autograd functions, compiled code, transforms, objects and
-        closures. The graph is not cut there: two partitions would go through the same nodes.
-
-        Args:
-            j: the partition to go backward.
-            behind: what is behind its ends.
+        """Return what is behind the ends of partition ``j``.
 
         Raises:
-            RuntimeError: the graph leads into that of an earlier partition, or of another
-                micro-batch or call.
+            RuntimeError: a tensor has entered it unseen, through a custom autograd function,
+                compiled code, a transform, an object or a closure. The graph is not cut there, and
+                leads into that of an earlier partition, or of another micro-batch or call.
         """
+        behind = leaves_behind(ends, [order.ENTRANCE], self._numbers[j])
         is_entrance = map(is_, map(type, behind.nodes), repeat(ENTERED))
         for node in compress(behind.nodes, is_entrance):
             if getattr(node, "mark", self._mark) is not self._mark:
@@ -108,28 +97,26 @@ class MicroBatchGraph:
                 "tensor.clone(), or the tensor itself, or register the object's class "
                 "(torch.utils._pytree.register_dataclass), or call the pipe and loss.backward()"
             )
+        return behind
 
     def refuse_going_back(self, outputs: Tensors, inputs: Tensors, brought: Tensors) -> None:
-        """Refuse ``torch.autograd.grad`` and ``backward`` that lead through an earlier partition.
+        """Refuse ``torch.autograd.grad`` that leads through an earlier partition (forces, say).
 
-        At such a cut torch would raise an error, return ``None`` (with ``allow_unused``), or return
-        part of a sum. If no inputs are given, the node at the cut itself raises an error.
+        torch would return ``None`` (with ``allow_unused``), or part of a sum. If no inputs are
+        given, the node at the cut itself raises an error.
 
         Args:
             outputs: the tensors to differentiate.
             inputs: the tensors to differentiate by.
             brought: the boundary tensors that take their places, or themselves.
-
-        Raises:
-            RuntimeError: an input is beyond a cut.
         """
         graphs = [self._ledger.graphs[self._i, j] for j in (*self._numbers, self.j)]
         cut = {c.entered.node: c.left for graph in graphs for c in graph.entered}
         wanted = set(_nodes(inputs))
-        found = _reachable(_nodes(outputs), stop=_nodes(brought))
-        while ends := [edge.node for node in found if (edge := cut.get(node)) is not None]:
-            found = _reachable(ends, stop=())
-            if wanted & found:
+        behind = leaves_behind(_nodes(outputs), stop=_nodes(brought))
+        while ends := [edge.node for node in behind.nodes if (edge := cut.get(node)) is not None]:
+            behind = leaves_behind(ends, stop=())
+            if not wanted.isdisjoint((*behind.nodes, *_nodes(behind.leaves))):
                 raise RuntimeError(
                     "torch.autograd.grad or backward in a model's own code goes back into an "
                     "earlier partition, or to the inputs of the model, which a step of a pipe can "
@@ -139,22 +126,8 @@ class MicroBatchGraph:
 
 
 def _nodes(tensors: Iterable[Tensor]) -> list[Node]:
-    """Return the nodes of those that require grad.
-
-    Tensors that a transform of torch.func wraps are left out: they are in a graph of its own, which
-    ends with the transform.
-    """
-    return [
-        order.edge_of(tensor).node
-        for tensor in tensors
-        if tensor.requires_grad and not is_wrapped(tensor)
-    ]
-
-
-def _reachable(roots: Iterable[Node], stop: Iterable[Node]) -> set[Node]:
-    """Return the nodes that a backward from ``roots`` reaches, without going past ``stop``."""
-    behind = leaves_behind(roots, stop=stop)
-    return {*behind.nodes, *_nodes(behind.leaves)}
+    """Return their nodes, except in a transform of torch.func, which has a graph of its own."""
+    return [order.edge_of(x).node for x in tensors if x.requires_grad and not is_wrapped(x)]
 
 
 _KEPT = (

@@ -22,9 +22,8 @@ from pipert.any_model.microbatch_forward import MicroBatchForward
 from pipert.any_model.microbatch_graph import MicroBatchGraph
 from pipert.any_model.microbatch_thread import MicroBatchThreads
 from pipert.any_model.model_layers import ModelLayers
-from pipert.any_model.shared_state import SharedState
+from pipert.any_model.shared_state import Inspection, SharedState
 from pipert.autograd.leaves import Behind
-from pipert.errors import SharedStateWarning, add_note
 from pipert.layers.batchnorm import DeferredStats
 from pipert.layers.intercepted import calls_of, intercept, is_unseen, release
 from pipert.model.cuts import lookup
@@ -59,7 +58,7 @@ class AnyModel:
         self.layers = ModelLayers(module, partitions, cuts)
         self._begun = {name: p._modules[name] for name, p in zip(cuts, partitions[1:], strict=True)}
         self._model = Layered(self.partitions, routes(self.partitions), copies_weights=False)
-        self._shared = SharedState([module], partitions)
+        self._shared = SharedState([module])
         self._intercepted = [*self.layers.encoders, *self.layers]
         intercept(self._intercepted)
         if len(set(devices)) > 1:  # also when the pipe is closed: they stay on their devices
@@ -97,9 +96,9 @@ class AnyModel:
                 stage.boundary.in_turn = stage.boundary.forks_last = True
         model_run.draws = any(stage.layers.draws for stage in stages)
         run.seed.draw()  # the model's own code may draw
-        several = run.plan.m > 1 and run.plan.n > 1
-        has_graph = run.context.grad_enabled
-        model_run.inspection = self._shared.begin_run(several, has_graph)
+        if run.plan.m > 1 and run.plan.n > 1 and self._shared.is_due():
+            inspection = Inspection(self._shared, self.layers.homes, model_run.called_in)
+            model_run.inspection = inspection
         run.at_end = actions.finish
         return stages
 
@@ -175,9 +174,5 @@ class ModelActions:
         if not self._model_run.run.dropped:
             for microbatch in microbatches:
                 microbatch.wait()
-        if (inspection := self._model_run.inspection) is not None:
-            error = self._model_run.run.outcome.first_error()
-            if error is not None and not isinstance(error, SharedStateWarning):
-                add_note(error, inspection.note)
         self._microbatches.clear()
         self._model_run.clear()

@@ -66,8 +66,11 @@ class ModelLayers(dict[nn.Module, ModelLayer]):
                 if layer is not None
             }
         )
-        inside = {part for layer in self for part in layer.modules()}
-        self.around = {*model.modules()} - inside
+        self.homes = {
+            part: layer.partition for layer in self.values() for part in layer.module.modules()
+        }
+        """The partition of each module inside a layer."""
+        self.around = {*model.modules()} - self.homes.keys()
         """The modules around the layers, and those that are never called."""
         self.encoders = {
             module

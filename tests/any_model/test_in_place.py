@@ -95,6 +95,6 @@ def test_a_step_refuses_a_layer_that_changes_one_of_two_overlapping_arguments(
 ) -> None:
     model = Views(change)
     with pipert.pipeline(model, ["second"], devices=["cpu"] * 2, chunks=2) as pipe:
-        with pytest.raises(RuntimeError, match="share memory, and one was changed in place"):
+        with pytest.raises(RuntimeError, match="changed in place in a later one, and used under"):
             pipe.forward_backward(torch.ones(4, 4), loss_fn=lambda y, _: y.sum())
     assert all(parameter.grad is None for parameter in model.parameters())
