@@ -64,19 +64,6 @@ def deterministic() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-@contextlib.contextmanager
-def flushing() -> Iterator[None]:
-    assert torch.set_flush_denormal(True)
-    try:
-        yield
-    finally:
-        torch.set_flush_denormal(False)
-
-
-TINY = torch.full((4,), 2.0**-126)
-"""The smallest normal numbers of float32."""
-
-
 def half_autocast() -> contextlib.AbstractContextManager[Any]:
     return torch.autocast("cpu", torch.float16)
 
@@ -112,7 +99,6 @@ ROWS = [
     Row("function modes", Plus41, lambda: torch.numel(ONE), 42),
     Row("dispatch modes", NoNegation, lambda: torch.neg(ONE).item(), 1.0),
     Row("context variables", variable, VARIABLE.get, "the caller's"),
-    Row("flush denormal", flushing, lambda: TINY.mul(0.5).count_nonzero().item(), 0),
     Row("deterministic", deterministic, torch.are_deterministic_algorithms_enabled, True),
 ]
 

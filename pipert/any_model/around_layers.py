@@ -38,7 +38,7 @@ from pipert.layers.nested_checkpoint import is_in_checkpoint
 from pipert.layers.parameter_copies import ParameterCopies
 from pipert.layers.random_numbers import TaskRng
 from pipert.layers.segments import Segments
-from pipert.schedules.action import FORWARD
+from pipert.schedules.action import FORWARD, Action
 from pipert.stage.run import Run
 from pipert.stage.stage import Stage
 from pipert.stage.step import Step
@@ -183,8 +183,8 @@ class AroundLayers:
         shared, place = self._model_run, stage.place
         if place.device.type == "cuda":
             torch.cuda.set_device(stage.place.device)
-        kind = FORWARD, place.j
-        self._rng = TaskRng(shared.run.seed, place.number(self._i), place.device, kind)
+        action = Action(FORWARD, self._i, place.j)
+        self._rng = TaskRng(shared.run.seed, action, place.device)
         self._rng.called = set()
         self._rng_block.enter_context(self._rng)  # the model's own code may draw, too
         self._segments = stage.segments(self._i) if self._i < stage.recomputed else None

@@ -40,6 +40,7 @@ from pipert.layers.place import Place, describe_layer
 from pipert.layers.random_numbers import RunSeed, TaskRng
 from pipert.layers.segments import Segments
 from pipert.model.cuts import check_cuts, homes, layers_of
+from pipert.schedules.action import Action
 
 OWN_STREAM = -1
 ANY_SHAPES = ()
@@ -72,8 +73,8 @@ def event_drawing(seed: RunSeed, i: int, device: torch.device) -> Callable[[int]
     """Return what makes the block in which an event of micro-batch ``i`` draws."""
 
     def drawing(event: int) -> TaskRng:
-        number = (i << 32) + event + (1 << 62)
-        return TaskRng(seed, number, device, ("event", number))  # a kind of its own: any may draw
+        kind = f"event of {i}"  # one of its own: any may draw
+        return TaskRng(seed, Action(kind, i, event - OWN_STREAM), device)
 
     return drawing
 

@@ -100,7 +100,7 @@ class Waiting:
         except BaseException:
             try:
                 self._call_off(run, posting, threads, timeout)
-            except BaseException:  # noqa: B036  at its very start, or between two of its rounds
+            except BaseException:  # noqa: B036  the first interrupt is being raised
                 self._call_off(run, posting, threads, 0.0)
             raise
         try:
@@ -155,20 +155,12 @@ class Waiting:
         Waits for executing layers, which cannot be interrupted, until the time limit or the next
         interrupt.
         """
-        began = monotonic()
-        while True:
-            try:
-                run.outcome.cancel()
-                # Again, since it is unknown how far the interrupted call came. It posts once.
-                self.post(posting)
-                if self._wait(run, posting, threads, timeout):
-                    return
-                self._give_up(run, posting)
-                break
-            except BaseException:  # noqa: B036  the first interrupt is being raised
-                timeout = 0.0
-        what = "layers of an interrupted call had not returned"
-        _log.warning("%s", self.timed_out(what, monotonic() - began))
+        run.outcome.cancel()
+        self.post(posting)  # again, since it is unknown how far the interrupted call came
+        if not self._wait(run, posting, threads, timeout):
+            self._give_up(run, posting)
+            what = "layers of an interrupted call had not returned"
+            _log.warning("%s", self.timed_out(what, timeout))
 
     def _give_up(self, run: Run, posting: Posting) -> None:
         """Give up a run whose layer does not return: R2 as far as possible. Idempotent."""

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -38,7 +39,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from pipert._torch import BatchNorm, NormBase, forward_pre_hooks
+from pipert.batch.tensors import version
 from pipert.errors import NestedCheckpointError, NotBatchFirstWarning, WholeBatchWarning
+from pipert.layers.buffers import original_of
 from pipert.layers.modules import check_initialised
 from pipert.layers.nested_checkpoint import checkpoint_around
 from pipert.queues.process_lock import ProcessLock
@@ -117,30 +120,30 @@ class PartitionStats:
 
     def __init__(self, partition: nn.Module) -> None:
         modules = {module for _, module in _modules(partition) if module.training}
-        self.buffers = {id(b) for module in modules for b in module.buffers(recurse=False)}
-        norms = [module for module in modules if isinstance(module, BatchNorm)]
-        self.by_mean = {id(norm.running_mean): norm for norm in norms}
-        self.by_counter = {id(norm.num_batches_tracked): norm for norm in norms}
-        self.running = {
-            id(buffer): norm
-            for norm in norms
-            for buffer in (norm.running_mean, norm.running_var)
-            if buffer is not None
-        }
-        self.counted: set[BatchNorm] = set()
+        self.owners = {id(b): module for module in modules for b in module.buffers(recurse=False)}
+        """The layers by their buffers."""
         self.calls: dict[tuple[int, int], _Call] = {}
+        self._before = {norm: _running(norm) for norm in modules if isinstance(norm, BatchNorm)}
 
     def collecting(self) -> AbstractContextManager[object]:
         """Record the statistics of the micro-batch that is computed in the block."""
         return _Collect(self)
 
+    def refuse_other_updates(self) -> None:
+        """Refuse BatchNorm layers that have updated their statistics by functions of their own."""
+        for norm, before in self._before.items():
+            if _running(norm) != before:
+                raise RuntimeError(
+                    f"the BatchNorm layer {norm} computes its statistics by other functions than "
+                    "torch.nn.functional.batch_norm or torch.batch_norm, so they cannot be "
+                    "deferred; use deferred_batch_norm=False"
+                )
 
-def _cannot_be_deferred(norm: BatchNorm) -> RuntimeError:
-    return RuntimeError(
-        f"the BatchNorm layer {norm} computes its statistics by other functions than "
-        "torch.nn.functional.batch_norm or torch.batch_norm, so they cannot be deferred; use "
-        "deferred_batch_norm=False"
-    )
+
+def _running(norm: BatchNorm) -> list[tuple[int, int]]:
+    """Returns what stands for the running statistics, and whether they have changed."""
+    buffers = original_of(norm.running_mean), original_of(norm.running_var)
+    return [(id(buffer), version(buffer)) for buffer in buffers if buffer is not None]
 
 
 class _Collect(TorchFunctionMode):
@@ -149,7 +152,7 @@ class _Collect(TorchFunctionMode):
     def __init__(self, stats: PartitionStats) -> None:
         super().__init__()
         self._stats = stats
-        self._calls: dict[int, int] = {}
+        self._calls = Counter[int]()
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -158,23 +161,19 @@ class _Collect(TorchFunctionMode):
         if func is F.batch_norm or func is torch.batch_norm:
             names = _FUNCTIONAL if func is F.batch_norm else _TORCH
             return self._normalise(func, {**dict(zip(names, args, strict=False)), **kwargs})
-        norm = self._stats.by_counter.get(id(args[0])) if args else None
-        if norm is not None:
-            if func in _COUNTING:
-                self._stats.counted.add(norm)
+        owner = self._stats.owners.get(id(args[0])) if args else None
+        if isinstance(owner, BatchNorm) and args[0] is owner.num_batches_tracked:
+            if func in _COUNTING:  # once for the mini-batch, at its end
                 return args[0]
             if func is Tensor.__float__:  # for a momentum of None; this call counts already
                 return func(*args) + 1.0
-        norm = self._stats.running.get(id(_changed_by(func, args, kwargs)))
-        if norm is not None:
-            raise _cannot_be_deferred(norm)
         return func(*args, **kwargs)
 
     def _normalise(self, func: Any, arguments: dict[str, Any]) -> Tensor:
         mean, var = arguments["running_mean"], arguments["running_var"]
-        layer = id(mean)
         output: Tensor
-        if not arguments.get("training", False) or layer not in self._stats.buffers:
+        owner = self._stats.owners.get(id(mean))
+        if owner is None or not arguments.get("training", False):
             output = func(**arguments)
             return output
         if not torch.compiler.is_dynamo_compiling() and checkpoint_around() is not None:
@@ -183,15 +182,15 @@ class _Collect(TorchFunctionMode):
                 "are deferred; its recomputation would update them, too. Take it out of the layer "
                 "and let the pipe checkpoint, with checkpoint='except_last' or 'always'"
             )
-        x = arguments["input"]
-        batch_mean, batch_var = torch.zeros_like(mean), torch.zeros_like(var)
-        scratch = {"running_mean": batch_mean, "running_var": batch_var, "momentum": 1.0}
+        x, momentum = arguments["input"], arguments.get("momentum", 0.1)
+        rows = x.numel() // x.size(1)
+        note = _Note(rows, torch.zeros_like(mean), torch.zeros_like(var), momentum)
+        scratch = {"running_mean": note.mean, "running_var": note.var, "momentum": 1.0}
         output = func(**{**arguments, **scratch})
-        number = self._calls[layer] = self._calls.get(layer, -1) + 1
-        call = _Call(mean, var, self._stats.by_mean.get(layer), [])
-        momentum = arguments.get("momentum", 0.1)
-        note = _Note(x.numel() // x.size(1), batch_mean, batch_var, momentum)
-        self._stats.calls.setdefault((layer, number), call).notes.append(note)
+        norm = owner if isinstance(owner, BatchNorm) else None
+        key = id(mean), self._calls[id(mean)]
+        self._stats.calls.setdefault(key, _Call(mean, var, norm, [])).notes.append(note)
+        self._calls[id(mean)] += 1
         return output
 
 
@@ -204,17 +203,6 @@ _TORCH = (
 
 # The functions by which a layer may count its calls, as in ``num_batches_tracked + 1``.
 _COUNTING = (Tensor.add_, Tensor.add, Tensor.__add__, Tensor.__iadd__)
-_IN_PLACE = "setitem iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift"
-_IN_PLACE_OPERATORS = frozenset(f"__{name}__" for name in _IN_PLACE.split())
-
-
-def _changed_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Returns the argument that a call of a torch function writes to, judged by its name."""
-    if kwargs.get("out") is not None:
-        return kwargs["out"]
-    name = getattr(func, "__name__", "")
-    in_place = name.endswith("_") and not name.endswith("__") or name in _IN_PLACE_OPERATORS
-    return args[0] if args and in_place else None
 
 
 class DeferredStats:
@@ -232,16 +220,15 @@ class DeferredStats:
         """Update the running statistics of all layers once, after the run has succeeded.
 
         Raises:
-            RuntimeError: a layer's statistics cannot be deferred; nothing is updated.
+            RuntimeError: a layer's statistics cannot be deferred; nothing is updated here.
         """
         partitions = [partition for partition in self.partitions if partition is not None]
-        calls = [call for partition in partitions for call in partition.calls.values()]
-        counted = {norm for partition in partitions for norm in partition.counted}
-        for norm in counted - {call.norm for call in calls}:  # normalised by an unknown function
-            raise _cannot_be_deferred(norm)
+        for partition in partitions:
+            partition.refuse_other_updates()
         with _committing.current:  # nothing here has a graph
-            for call in calls:
-                _update(*call)
+            for partition in partitions:
+                for call in partition.calls.values():
+                    _update(*call)
 
 
 def _update(mean: Tensor, var: Tensor, norm: BatchNorm | None, notes: list[_Note]) -> None:

@@ -255,5 +255,5 @@ class RandomLayers(Layers):
 
     def forward(self, i: int, *args: Any) -> Value:
         place = self._place
-        with TaskRng(self._seed, place.number(i), place.device, (FORWARD, place.j)):
+        with TaskRng(self._seed, Action(FORWARD, i, place.j), place.device):
             return super().forward(i, *args)

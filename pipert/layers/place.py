@@ -1,4 +1,4 @@
-"""Describes where an action is carried out, for errors and random numbers."""
+"""Describes where an action is carried out, for errors."""
 
 from __future__ import annotations
 
@@ -26,18 +26,6 @@ class Place(NamedTuple):
     def is_last(self) -> bool:
         """Whether this is the last partition."""
         return self.j == self.n - 1
-
-    def number(self, i: int) -> int:
-        """Return the number of ``F[i,j]``, unique in the run, from which it gets its seed."""
-        return (i + self.j) * self.n + self.j
-
-    def number_of_loss(self, i: int) -> int:
-        """Return the number of the loss of micro-batch ``i``, likewise."""
-        return (self.m + self.n) * self.n + i
-
-    def number_of_backward(self, i: int) -> int:
-        """Return the number of ``B[i,j]`` in a step, likewise."""
-        return (self.m + self.n) * self.n + self.m + self.number(i)
 
     def note(self, error: BaseException, action: Action) -> None:
         """Add a note to ``error`` that names the action, unless one already names its layer."""

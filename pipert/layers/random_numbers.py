@@ -3,7 +3,7 @@
 The standard way is one default generator for each device, which all threads share. Workers that
 draw at once would get numbers that depend on timing, and a recomputation cannot rewind it while
 others draw. So a task that might draw has the generators to itself, seeded from the run's seed and
-the task's number (``Place.number``); afterwards they have their old state
+the task's action; afterwards they have their old state
 (``layers/default_generators.py``):
 
 * **that of its GPU**, always: one worker serves a device, so hardly anybody waits;
@@ -51,13 +51,14 @@ from pipert.autograd.thread_locals import (
 )
 from pipert.layers.default_generators import default_generator
 from pipert.layers.intercepted import compiled_call
+from pipert.schedules.action import BACKWARD, WEIGHT, Action
 
 CPU = torch.device("cpu")
 _TASK = "pipert_task"
 _MASK = (1 << 64) - 1
 
 Kind = tuple[str, int]
-"""A kind of task, and its partition."""
+"""The kind of an action, and its partition."""
 
 
 class Turns:
@@ -120,7 +121,7 @@ class RunSeed:
             self.tag = whole.tag
 
     def _draw(self) -> int:
-        if self._outer is not None and not self._outer.has(CPU):
+        if self._outer is not None and CPU not in self._outer._held:
             return self._outer.seed_of_inner_run()
         with self._generator() as generator, WithoutFunctions(), WithoutDispatch():
             before = generator.get_state()
@@ -173,34 +174,35 @@ class TaskRng:
 
     Args:
         run: the run's seed.
-        number: the task's number, unique in its run.
+        action: unique in its run. The first of a kind shows whether the others draw on the CPU. One
+            that goes backward has the CPU's generator alone.
         device: where its partition is.
-        kind: its kind, the first task of which shows whether the others draw on the CPU.
-        is_backward: whether it goes backward, and has the CPU's generator alone.
+        states: those of the generators to begin with, instead of seeded ones.
+        inner_runs: the number of runs before, of a pipe in a layer.
     """
 
     __slots__ = (
-        "_held", "_initial_states", "_inner_runs", "_kind", "_number", "_released", "_states",
+        "_action", "_held", "_initial_states", "_inner_runs", "_kind", "_released", "_states",
         "_was_over", "called", "device", "is_backward", "outer", "run",
     )  # fmt: skip
 
     def __init__(
-        self, run: RunSeed, number: int, device: torch.device, kind: Kind,
-        is_backward: bool = False,
+        self, run: RunSeed, action: Action, device: torch.device,
+        states: dict[torch.device, Tensor] | None = None, inner_runs: int = 0,
     ) -> None:  # fmt: skip
         self.run = run
         self.device = device
-        self.is_backward = is_backward
+        self.is_backward = action.kind in (BACKWARD, WEIGHT)
         self.outer: TaskRng | None = current_task()
         """The task that it is inside of."""
-        self._number = number
-        self._kind = kind
+        self._action = action
+        self._kind: Kind = action.kind, action.j
         self._was_over = run.is_over  # as in a recomputation of a call
         self._held: list[torch.device] = []  # the devices whose generators it has
         self._released: list[tuple[TaskRng, torch.device]] = []  # those of outer tasks meanwhile
         self._initial_states: dict[torch.device, Tensor] = {}  # the state that each began with
-        self._states: dict[torch.device, Tensor] = {}  # the one it is to begin or go on with
-        self._inner_runs = 0
+        self._states = dict(states or {})  # the one it is to begin or go on with
+        self._inner_runs = inner_runs
         self.called: set[nn.Module] | None = None
         """The layers of any model that it has called. Without one it shows nothing."""
 
@@ -208,10 +210,6 @@ class TaskRng:
     def is_given_up(self) -> bool:
         """Whether the run is over, though it was not when the task began."""
         return self.run.is_over and not self._was_over
-
-    def has(self, device: torch.device) -> bool:
-        """Whether the task has the default generator of ``device``."""
-        return device in self._held
 
     def __enter__(self) -> None:
         """Make this the current task, which has the default generators that it needs to itself."""
@@ -286,8 +284,8 @@ class TaskRng:
     def replay_from_here(self) -> Callable[[], AbstractContextManager[None]]:
         """Return what makes a block in which the numbers are drawn again that are drawn next."""
         states = {each: default_generator(each).generator.get_state() for each in self._held}
-        about = self.run, self._number, self.device, self._kind
-        return partial(_replaying, states, self._inner_runs, about)
+        about = self.run, self._action, self.device
+        return partial(TaskRng, *about, states, self._inner_runs)
 
     def note_call(self, layer: nn.Module) -> None:
         """Note the call of a layer of any model; take a turn if none has called it before."""
@@ -305,16 +303,8 @@ class TaskRng:
 
     def _seed(self) -> int:
         assert self.run.number is not None
-        return _mix(self.run.number ^ _mix(self._number))
-
-
-def _replaying(
-    states: dict[torch.device, Tensor], runs: int, about: tuple[RunSeed, int, torch.device, Kind]
-) -> TaskRng:
-    rng = TaskRng(*about)
-    rng._states.update(states)
-    rng._inner_runs = runs
-    return rng
+        kind, i, j = self._action
+        return _mix(self.run.number ^ _mix(i << 32 | j << 8 | ord(kind[0])))
 
 
 @contextlib.contextmanager

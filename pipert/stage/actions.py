@@ -101,8 +101,7 @@ def _turn_of_backward(stage: Stage, action: Action) -> AbstractContextManager[ob
     seed, place = stage.run.seed, stage.place
     if seed.number is None or not seed.turns.drawing:  # a run beside this may draw alone
         return NOTHING
-    number, kind = place.number_of_backward(action.i), (action.kind, place.j)
-    return TaskRng(seed, number, place.device, kind, is_backward=True)
+    return TaskRng(seed, action, place.device)
 
 
 def _watched(stage: Stage, compute: Compute, x: Value) -> Value:

@@ -238,8 +238,8 @@ class Loss:
         try:
             if not self.draws:
                 return self._computed(i, output, target)
-            kind = f"loss {id(self._function)}", place.j  # callers at once may have others
-            with TaskRng(seed, place.number_of_loss(i), place.device, kind):
+            kind = f"loss {id(self._function)}"  # callers at once may have others
+            with TaskRng(seed, Action(kind, i, place.j), place.device):
                 return self._computed(i, output, target)
         except BaseException as error:
             if not self.is_returned:

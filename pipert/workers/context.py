@@ -10,20 +10,19 @@ grad mode             the caller's
 inference mode        the caller's
 autocast              enabled and dtype of CPU and CUDA, and whether it caches
 default device        as one of the torch-function modes, which are carried, except a pipe's own
-dispatch modes        the caller's stack
+dispatch modes        the caller's stack, such as a ``FlopCounterMode``
 context variables     a copy per task: changes stay in the task
 saved-tensor hooks    the caller's innermost pair
 current streams       of each CUDA device of the pipe, and of others where it is not the default
                       one, which a worker has; on its own threads autograd has set them
 intra-op threads      on a worker, its share of the caller's count, divided among the pipe's CPU
                       workers; on a thread of autograd, which runs alone, all of them
-flush_denormal        the caller's
 ====================  ==========================================================================
 
 **W4** what is applied is undone, also after an error. A worker that an exception hits in the middle
 of applying or undoing ends, since it is unknown what is in effect then. The count of intra-op
-threads and ``flush_denormal`` stay with the worker, which owns its thread;
-:func:`.set_own_threads` says how other threads keep theirs.
+threads stays with the worker, which owns its thread; :func:`.set_own_threads` says how other
+threads keep theirs.
 
 All other settings of torch belong to the process; ``docs/contract.md`` has a table of them.
 """
@@ -32,7 +31,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -50,11 +49,9 @@ from pipert.autograd.hooks import hooks_of_caller
 from pipert.errors import TransformError
 from pipert.workers.thread_state import (
     NEW_THREAD_AUTOCAST,
-    SMALLEST,
     autocast,
     current_streams,
     get_autocast,
-    has_default_settings,
     modes,
     set_own_threads,
 )
@@ -114,7 +111,6 @@ class CallerContext:
         """The caller's, of the devices that were given."""
         self._threads = torch.get_num_threads()
         self._threads_of_worker = max(1, self._threads // max(1, cpu_workers))
-        self._flushes = SMALLEST / 2 == 0.0
         self.variables = contextvars.copy_context()
         self.saved_tensor_hooks = hooks_of_caller()
         self._has_modes = bool(self._functions or self._dispatches)
@@ -127,93 +123,76 @@ class CallerContext:
         self.variables.run(variable.set, value)
 
     @property
-    def on_worker(self) -> OnWorker:
+    def on_worker(self) -> Block:
         """A new block that applies all settings on a worker."""
         is_usual = self._is_plain and not self.streams
-        make_block = None if is_usual else self._all_on_worker
-        return OnWorker(self._grad, self._threads_of_worker, self._flushes, make_block)
+        others = None if is_usual else self._others
+        return Block(self._grad, self._threads_of_worker, others, self.streams)
 
     @property
-    def going_back_on_worker(self) -> OnWorker:
+    def going_back_on_worker(self) -> Block:
         """The same without autocast: what the forward has cast, the graph casts back."""
-        make_block = self._going_back if self._has_modes or self.streams else None
-        return OnWorker(True, self._threads_of_worker, self._flushes, make_block)
+        others = self._modes if self._has_modes or self.streams else None
+        return Block(True, self._threads_of_worker, others, self.streams)
 
     @contextlib.contextmanager
     def on_any_thread(self) -> Iterator[None]:
         """Apply all but the streams, which a thread of autograd has; undo that at the end."""
         count, grad = torch.get_num_threads(), torch.is_grad_enabled()
-        flushes = SMALLEST / 2 == 0.0
-        if count != self._threads:
-            set_own_threads(self._threads)
-        if flushes != self._flushes:
-            torch.set_flush_denormal(self._flushes)
         try:
-            torch.set_grad_enabled(self._grad)
             # A loss of another class runs its backward() without that class's functions.
-            with WithFunctions():
-                if self._is_plain and has_default_settings():
-                    yield
-                else:
-                    with self._all():
-                        yield
+            with WithFunctions(), Block(self._grad, self._threads, self._others):
+                yield
         finally:
             torch.set_grad_enabled(grad)
-            torch.set_flush_denormal(flushes)
             if count != self._threads:
                 set_own_threads(count)
 
-    @contextlib.contextmanager
-    def _all(self) -> Iterator[None]:
+    def _others(self) -> Iterator[AbstractContextManager[object]]:
+        """Yield a block for each other setting that the current thread has not."""
+        if self._inference != torch.is_inference_mode_enabled():
+            yield torch.inference_mode(self._inference)
+        if self._autocast != get_autocast():
+            yield autocast(self._autocast)
         hooks = self.saved_tensor_hooks
-        with contextlib.ExitStack() as stack:
-            if self._inference != torch.is_inference_mode_enabled():
-                stack.enter_context(torch.inference_mode(self._inference))
-                torch.set_grad_enabled(self._grad)
-            stack.enter_context(autocast(self._autocast))
-            if hooks is not None and hooks != hooks_of_caller():
-                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*hooks))
-            stack.enter_context(modes(self._functions, self._dispatches))
-            yield
+        if hooks is not None and hooks != hooks_of_caller():
+            yield torch.autograd.graph.saved_tensors_hooks(*hooks)
+        yield from self._modes()
 
-    @contextlib.contextmanager
-    def _all_on_worker(self) -> Iterator[None]:
-        with current_streams(self.streams), self._all():
-            yield
-
-    @contextlib.contextmanager
-    def _going_back(self) -> Iterator[None]:
-        with current_streams(self.streams), modes(self._functions, self._dispatches):
-            yield
+    def _modes(self) -> Iterator[AbstractContextManager[object]]:
+        if (function_modes(), dispatch_modes()) != (self._functions, self._dispatches):
+            yield modes(self._functions, self._dispatches)
 
 
 @dataclass(slots=True, eq=False)
-class OnWorker:
-    """A block on a worker, whose thread has default settings. Reusable, but never nested."""
+class Block:
+    """A block that applies settings. Reusable, but never nested.
+
+    The thread keeps the count of intra-op threads, and has grad mode afterwards, as workers have.
+    """
 
     _grad: bool
     _threads: int
-    """The count of intra-op threads, which the worker keeps."""
-    _flushes: bool
-    """Whether denormal numbers are flushed, which the worker keeps, too."""
-    _make_block: Callable[[], AbstractContextManager[None]] | None
-    """Makes the block for all other settings, if there are any."""
-    _block: AbstractContextManager[None] | None = None
+    _others: Callable[[], Iterable[AbstractContextManager[object]]] | None = None
+    """Makes the blocks of other settings, each in effect when the next is made, if any."""
+    _streams: Sequence[torch.cuda.Stream] = ()
+    _entered: contextlib.ExitStack | None = None
 
     def __enter__(self) -> None:
         if torch.get_num_threads() != self._threads:
             set_own_threads(self._threads)
-        if (SMALLEST / 2 == 0.0) != self._flushes:
-            torch.set_flush_denormal(self._flushes)
-        torch.set_grad_enabled(self._grad)
-        if self._make_block is not None:
-            self._block = self._make_block()
-            self._block.__enter__()
+        if self._others is not None:
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(current_streams(self._streams))
+                for block in self._others():
+                    stack.enter_context(block)
+                self._entered = stack.pop_all()
+        torch.set_grad_enabled(self._grad)  # inference mode sets it, too
 
     def __exit__(self, *error: Any) -> None:
-        block, self._block = self._block, None
+        entered, self._entered = self._entered, None
         try:
-            if block is not None:
-                block.__exit__(*error)
+            if entered is not None:
+                entered.__exit__(*error)
         finally:
             torch.set_grad_enabled(True)

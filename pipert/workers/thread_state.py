@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -69,10 +68,6 @@ def _on_new_thread(function: Callable[[], T]) -> T:
     return results[0]
 
 
-SMALLEST = sys.float_info.min
-"""Half of it is denormal, and so zero on a thread with ``torch.set_flush_denormal(True)``."""
-
-
 _AUTOCAST_TYPES = ("cpu", "cuda")  # of the devices that a pipe may have
 
 
@@ -103,24 +98,11 @@ def autocast(settings: Autocast) -> Iterator[None]:
     that no weight is used as it was before an optimizer's step: the caller's block does so.
     """
     before = get_autocast()
-    if before == settings:
-        yield
-        return
     _set_autocast(settings)
     try:
         yield
     finally:
         _set_autocast(before)
-
-
-def has_default_settings() -> bool:
-    """Return whether the current thread has the settings of a new one, grad mode aside."""
-    return (
-        not torch.is_inference_mode_enabled()
-        and not _torch.function_modes()
-        and not _torch.dispatch_modes()
-        and get_autocast() == NEW_THREAD_AUTOCAST
-    )
 
 
 @contextlib.contextmanager
@@ -130,9 +112,6 @@ def modes(functions: list[Any], dispatches: list[Any]) -> Iterator[None]:
     The modes are pushed, not entered: the caller has entered them.
     """
     before = _torch.function_modes(), _torch.dispatch_modes()
-    if before == (functions, dispatches):
-        yield
-        return
     _set_modes(functions, dispatches)
     try:
         yield

@@ -27,7 +27,7 @@ class Draws:
 
     def number(self) -> float:
         task = current_task()
-        self.in_turn.append(task is not None and task.has(CPU))
+        self.in_turn.append(task is not None and CPU in task._held)
         return float(torch.rand(()))
 
     def dropout(self, x: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ layer, however much that layer draws.
 from __future__ import annotations
 
 import inspect
-import random
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -19,37 +18,17 @@ import torch
 import torch.distributions as D
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from pipert import Pipe, is_recomputing
 from pipert.layers.random_numbers import _DETERMINISTIC, may_draw
 from tests.layers import Apply
 from tests.pipes import pipe_of_layers
 
 TIMEOUT = 3.0  # s
 
-MODES = ["always", "except_last", "never"]
-
-
 pipe_of = partial(pipe_of_layers, chunks=4)
 
 
 # Timing -------------------------------------------------------------------------------------------
-
-
-class Jitter(nn.Module):
-    """A layer that takes varying time, and notes its thread."""
-
-    def __init__(self, clock: random.Random, threads: set[int]) -> None:
-        super().__init__()
-        self.clock = clock
-        self.threads = threads
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.threads.add(threading.get_ident())
-        for _ in range(self.clock.randrange(1500)):
-            pass
-        return x
 
 
 def noisy_layers() -> list[nn.Module]:
@@ -60,26 +39,6 @@ def noisy_layers() -> list[nn.Module]:
         Apply(lambda x: x * torch.empty_like(x).bernoulli_(0.7)),
         Apply(lambda x: x + torch.randn_like(x)),
     ]
-
-
-@pytest.mark.layered  # counts threads
-@pytest.mark.parametrize("workers", [2, 3, 4])
-def test_runs_with_one_seed_are_equal_bit_for_bit_under_any_jitter(workers: int) -> None:
-    x = torch.randn(6, 8)
-    linears = [nn.Linear(8, 8) for _ in range(workers)]
-    parameters = [p for linear in linears for p in linear.parameters()]
-    results = []
-    for attempt in range(3):
-        threads: set[int] = set()
-        jitter = Jitter(random.Random(attempt), threads)
-        layers = [nn.Sequential(jitter, linear, *noisy_layers(), jitter) for linear in linears]
-        with pipe_of(*layers, chunks=6) as pipe:
-            torch.manual_seed(5)
-            y = pipe(x)
-            assert len(threads) == workers
-            results.append((y, *torch.autograd.grad(y.sum(), parameters), torch.get_rng_state()))
-    for result in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], result, strict=True))
 
 
 def test_draws_of_the_workers_leave_the_caller_s_sequence_alone() -> None:
@@ -95,12 +54,6 @@ def test_draws_of_the_workers_leave_the_caller_s_sequence_alone() -> None:
 # What differs, what does not ----------------------------------------------------------------------
 
 
-def test_micro_batches_draw_different_numbers() -> None:
-    with pipe_of(nn.Dropout(), chunks=4) as pipe:
-        y = pipe(torch.ones(4, 64))
-    assert len({tuple(row.tolist()) for row in y}) == 4
-
-
 def test_partitions_draw_different_numbers() -> None:
     drawn: list[Tensor] = []
 
@@ -111,19 +64,6 @@ def test_partitions_draw_different_numbers() -> None:
     with pipe_of(*[Apply(draw) for _ in range(4)], chunks=4) as pipe:
         pipe(torch.ones(4, 1))
     assert len({tuple(numbers.tolist()) for numbers in drawn}) == 16
-
-
-def test_draws_of_one_task_go_on_where_the_last_one_stopped() -> None:
-    drawn: list[Tensor] = []
-
-    def draw(x: Tensor) -> Tensor:
-        drawn.append(torch.rand(8))
-        return x
-
-    model = nn.Sequential(Apply(draw), Apply(draw), Apply(draw))
-    with Pipe(model, balance=[3], devices=["cpu"]) as pipe:
-        pipe(torch.ones(4, 1))
-    assert len({tuple(numbers.tolist()) for numbers in drawn}) == 3
 
 
 def test_two_calls_at_once_draw_different_numbers() -> None:
@@ -149,25 +89,6 @@ def test_two_calls_at_once_draw_different_numbers() -> None:
 
 
 # Recomputation ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("checkpoint", ["always", "except_last"])
-def test_a_recomputation_draws_the_numbers_of_its_forward(checkpoint: str) -> None:
-    forward: dict[int, Tensor] = {}
-    again: dict[int, Tensor] = {}
-
-    class Note(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            i = int(x[0, 0].detach().item())
-            mask = F.dropout(torch.ones(8), 0.5) + torch.randn(8)
-            (again if is_recomputing() else forward)[i] = mask.clone()
-            return (x * mask).tanh()
-
-    layers = Apply(nn.Parameter(torch.ones(1)).mul), Note()
-    with pipe_of(*layers, chunks=4, checkpoint=checkpoint) as pipe:
-        torch.autograd.backward(pipe(torch.arange(4.0).unsqueeze(1).repeat(1, 8)).sum())
-    assert len(again) == {"always": 4, "except_last": 3}[checkpoint]
-    assert all(torch.equal(mask, forward[i]) for i, mask in again.items())
 
 
 def test_a_recomputation_of_an_inner_pipe_draws_the_numbers_of_its_forward() -> None:
@@ -245,10 +166,6 @@ def one_draw() -> bytes:
     return state_after(Apply(lambda x: x + torch.rand(())))
 
 
-def test_a_random_model_moves_the_generator(unmoved: bytes, one_draw: bytes) -> None:
-    assert one_draw != unmoved
-
-
 def test_a_model_without_randomness_leaves_the_generator_alone(unmoved: bytes) -> None:
     assert state_after(nn.Sequential(nn.Linear(4, 4), Apply(torch.tanh))) == unmoved
 
@@ -257,21 +174,6 @@ def test_a_function_that_could_draw_but_does_not_leaves_the_generator_alone(
     unmoved: bytes,
 ) -> None:
     assert state_after(Apply(lambda x: F.dropout(x, training=False))) == unmoved
-
-
-def test_the_number_of_tasks_does_not_matter_for_the_generator(one_draw: bytes) -> None:
-    torch.manual_seed(0)
-    with pipe_of(nn.Dropout(), nn.Dropout(), chunks=4) as pipe:
-        pipe(torch.ones(8, 4))
-    assert bytes(torch.get_rng_state().tolist()) == one_draw
-
-
-def test_a_function_that_fails_before_it_draws_leaves_the_generator_alone(unmoved: bytes) -> None:
-    torch.manual_seed(0)
-    with pipe_of(Apply(lambda x: torch.bernoulli(x + 1)), chunks=1) as pipe:
-        with pytest.raises(RuntimeError):
-            pipe(torch.ones(4, 4))
-    assert bytes(torch.get_rng_state().tolist()) == unmoved
 
 
 given: dict[str, Callable[[torch.Generator | None], Tensor]] = {
@@ -293,13 +195,6 @@ def test_an_explicit_generator_is_used_unchanged(how: str, unmoved: bytes) -> No
     assert torch.equal(drawn[0], given[how](torch.Generator().manual_seed(5)))
 
 
-def test_the_default_generator_is_recognised_when_it_is_given_explicitly(one_draw: bytes) -> None:
-    def draw(x: Tensor) -> Tensor:
-        return x + torch.rand(3, 1, 1, generator=torch.default_generator).sum()
-
-    assert state_after(Apply(draw)) == one_draw
-
-
 # What draws ---------------------------------------------------------------------------------------
 
 
@@ -315,24 +210,6 @@ functions: dict[str, Callable[[Tensor], Any]] = {
 @pytest.mark.parametrize("name", functions)
 def test_a_function_that_draws_moves_the_generator_by_one_draw(name: str, one_draw: bytes) -> None:
     assert state_after(Apply(lambda x: functions[name](x.clone()))) == one_draw
-
-
-rows_first: Any = {"batch_first": True}
-modules: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "Dropout": (nn.Dropout, (4, 4)),
-    "RReLU": (nn.RReLU, (4, 4)),
-    "LSTM": (lambda: nn.LSTM(4, 4, 2, dropout=0.5, **rows_first), (2, 3, 4)),
-}
-
-
-@pytest.mark.parametrize("name", modules)
-def test_a_module_that_draws_moves_the_generator_by_one_draw(name: str, one_draw: bytes) -> None:
-    make, shape = modules[name]
-    assert state_after(make(), -torch.ones(shape)) == one_draw
-
-
-def test_dropout_deep_inside_a_layer_draws_from_the_stream_of_its_task(one_draw: bytes) -> None:
-    assert state_after(nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Dropout()))) == one_draw
 
 
 def test_a_subclass_of_a_deterministic_layer_may_draw(one_draw: bytes) -> None:
@@ -443,10 +320,6 @@ def test_a_layer_with_inner_layers_might_draw(make: Callable[[], nn.Module]) -> 
     assert may_draw(make())
 
 
-def test_dropout_might_draw_in_training_alone() -> None:
-    assert (may_draw(nn.Dropout()), may_draw(nn.Dropout().eval())) == (True, False)
-
-
 def test_a_layer_that_was_switched_to_training_after_it_was_piped_draws() -> None:
     dropout = nn.Dropout().eval()
     with pipe_of(dropout, chunks=2) as pipe:
@@ -457,47 +330,6 @@ def test_a_layer_that_was_switched_to_training_after_it_was_piped_draws() -> Non
 
 
 # torch.utils.checkpoint inside of a layer ---------------------------------------------------------
-
-
-class Checkpointed(nn.Module):
-    """A layer that checkpoints its own computation."""
-
-    def __init__(self, inner: nn.Module, reentrant: bool) -> None:
-        super().__init__()
-        self.inner = inner
-        self.reentrant = reentrant
-
-    def forward(self, x: Tensor) -> Any:
-        return torch_checkpoint(self.inner, x, use_reentrant=self.reentrant)
-
-
-@pytest.fixture(scope="module")
-def imported() -> None:
-    """Makes the first call of torch.utils.checkpoint, whose many imports no test should pay for."""
-    torch_checkpoint(torch.neg, torch.ones(1), use_reentrant=False)
-    torch.testing.assert_close(torch.ones(1), torch.ones(1))
-
-
-both_variants = pytest.mark.parametrize("reentrant", [False, True])
-
-
-@pytest.mark.usefixtures("imported")
-@both_variants
-@pytest.mark.parametrize("checkpoint", MODES)
-def test_a_nested_checkpoint_that_does_not_draw_has_the_right_gradients(
-    checkpoint: str, reentrant: bool
-) -> None:
-    inner = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Sigmoid())
-    layers = nn.Linear(4, 4), Checkpointed(inner, reentrant)
-    x = torch.randn(4, 4)
-    plain = nn.Sequential(*layers)
-    plain(x).sum().backward()
-    expected = {name: p.grad for name, p in plain.named_parameters()}
-    plain.zero_grad()
-    with pipe_of(*layers, chunks=2, checkpoint=checkpoint) as pipe:
-        pipe(x).sum().backward()
-        for name, parameter in pipe.named_parameters():
-            torch.testing.assert_close(parameter.grad, expected[name])
 
 
 class Dropping(nn.Module):

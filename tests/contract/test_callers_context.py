@@ -96,7 +96,7 @@ def test_a_function_in_a_steps_backward_sees_the_context_that_torch_would_give_i
     way: Way, row: Row
 ) -> None:
     """Casts of the forward are cast back by the graph, and torch hides function modes."""
-    shown = ("dispatch modes", "context variables", "flush denormal", "deterministic")
+    shown = ("dispatch modes", "context variables", "deterministic")
     plain = row.see()
     found = notes_of(way, row.block, row.see)
     assert found["B"] == {row.inside if row.name in shown else plain}

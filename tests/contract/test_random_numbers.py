@@ -6,14 +6,12 @@
 from __future__ import annotations
 
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from pipert import Observer, RunInfo
 from tests.contract.ways import (
     CALL,
     MODES,
@@ -200,43 +198,6 @@ def test_random_numbers_of_a_loss_do_not_depend_on_thread_timing(way: Way) -> No
     first = outcome(True)
     torch.set_rng_state(state)
     same(first, outcome(False), rtol=0, atol=0)
-
-
-def test_the_loss_of_each_micro_batch_draws_its_own_numbers() -> None:
-    drawn = []
-
-    def loss(y: Tensor, target: Any) -> Tensor:
-        drawn.append(torch.rand(1).item())
-        return y.mean()
-
-    module = nn.Sequential(linear(3, 3), linear(3, 3))
-    with piped(module, [1, 1], Way("1f1b", "never"), chunks=4) as pipe:
-        pipe.forward_backward(batch(8), loss_fn=loss)
-    assert len(set(drawn)) == 4
-
-
-def test_a_step_that_draws_nothing_overlaps_with_one_whose_loss_draws() -> None:
-    drawing, overlapping = threading.Event(), threading.Event()
-
-    class Second(Observer):
-        def run_started(self, run: RunInfo) -> None:
-            if run.number == 1:
-                overlapping.set()
-
-    def loss(y: Tensor, target: Any) -> Tensor:
-        found = (y * torch.rand_like(y)).mean()
-        drawing.set()
-        assert overlapping.wait(PATIENCE)
-        return found
-
-    module = nn.Sequential(linear(3, 3), linear(3, 3))
-    with piped(module, [1, 1], Way("1f1b", "never"), chunks=2) as pipe:
-        pipe.add_observer(Second())
-        with ThreadPoolExecutor(1) as threads:
-            other = threads.submit(pipe.forward_backward, batch(4), loss_fn=loss)
-            assert drawing.wait(PATIENCE)
-            pipe.forward_backward(batch(4), target=batch(4), loss_fn=nn.functional.mse_loss)
-            other.result()
 
 
 def test_a_loss_draws_other_numbers_than_the_layers() -> None:

@@ -12,7 +12,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from contextvars import ContextVar
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,8 +24,6 @@ from tests.contract.ways import CALL, Way, piped, take_step
 from tests.layers import Apply
 
 PATIENCE = 5.0  # s
-CONTRACT = (Path(__file__).parents[2] / "docs" / "contract.md").read_text()
-
 Draw = Callable[[], float]
 
 
@@ -197,10 +194,3 @@ def test_torch_2_11_crashes_when_it_compiles_after_the_thread_that_compiled_has_
     found = scripts.run(textwrap.dedent(script), fresh=True)
     crashes = torch.__version__.startswith("2.11.")
     assert (found.returncode == -signal.SIGSEGV) if crashes else found.stdout == "right\n"
-
-
-@pytest.mark.parametrize(
-    "name", ["`random`, `numpy.random`", "`torch.Generator`", "`threading.local`", "torch 2.11"]
-)
-def test_the_table_says_it(name: str) -> None:
-    assert any(name in line for line in CONTRACT.splitlines() if line.startswith("|"))

@@ -82,21 +82,6 @@ def test_a_recomputation_draws_the_same_and_the_generator_moves_by_one_draw(
     assert torch.equal(outcome(*layers)[0], y)
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::UserWarning")  # dynamo's
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_a_compiled_function_of_an_eager_layer_draws_the_same_again(
-    backend: str, one_draw: bytes
-) -> None:
-    torch._dynamo.reset()
-    drop = torch.compile(lambda x: F.dropout(x, 0.5, True), backend=backend)
-    layers = Apply(drop), nn.Identity()
-    y, gradient, after = outcome(*layers)
-    assert torch.equal(gradient, y) and len(set(y.flatten().tolist())) > 1
-    assert after == one_draw
-    assert torch.equal(outcome(*layers)[0], y)
-
-
 def test_a_hook_of_all_modules_may_draw(one_draw: bytes) -> None:
     def double_some(module: nn.Module, args: Any, y: Tensor) -> Any:
         return F.dropout(y) if isinstance(module, nn.Identity) else None
@@ -129,10 +114,6 @@ def with_hook() -> nn.Module:
     layer = nn.Linear(8, 8)
     layer.register_full_backward_hook(add_noise)
     return layer
-
-
-def of_loss(y: Tensor, target: Tensor) -> Tensor:
-    return (Noisy.apply(y) - target).square().mean()  # type: ignore[no-untyped-call,no-any-return]
 
 
 BACKWARDS: dict[str, Callable[[], nn.Module]] = {
@@ -172,11 +153,6 @@ def test_random_numbers_of_a_steps_backward_follow_from_the_seed(kind: str, sche
     assert torch.equal(first[1], again[1]) and first[2] == again[2]
 
 
-def test_random_numbers_of_a_losss_backward_follow_from_the_seed() -> None:
-    first, again = (step(nn.Identity, of_loss)[0] for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-
-
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_draws_in_a_backward_change_no_forward(schedule: str) -> None:
     quiet = step(BACKWARDS["nothing"], schedule=schedule)
@@ -203,59 +179,6 @@ def test_running_statistics_are_updated_once_by_each_micro_batch(is_scripted: bo
         expected(part)
     for found, wanted in zip(layer.buffers(), expected.buffers(), strict=True):
         assert torch.equal(found, wanted)
-
-
-@pytest.mark.filterwarnings("ignore::pipert.WholeBatchWarning")
-def test_statistics_of_an_instance_norm_are_updated_once_by_each_micro_batch() -> None:
-    norm, expected = (nn.InstanceNorm1d(3, track_running_stats=True) for _ in range(2))
-    x = torch.randn(4, 3, 5, requires_grad=True)
-    with pipe_of_layers(norm, nn.Identity(), chunks=2, checkpoint="always") as pipe:
-        pipe(x).sum().backward()
-    for part in x.chunk(2):
-        expected(part)
-    assert all(torch.equal(a, b) for a, b in zip(norm.buffers(), expected.buffers(), strict=True))
-
-
-class Counted(nn.BatchNorm1d):
-    """A norm that counts as torch once did, by a new tensor."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        assert self.num_batches_tracked is not None
-        self.num_batches_tracked = self.num_batches_tracked + 1
-        return F.batch_norm(x, self.running_mean, self.running_var, training=True)
-
-
-def test_a_counter_that_is_replaced_counts_each_micro_batch_once() -> None:
-    layer = Counted(16)
-    with pipe_of_layers(
-        layer, nn.Identity(), chunks=2, checkpoint="always", deferred_batch_norm=False
-    ) as pipe:
-        pipe(torch.randn(4, 16, requires_grad=True)).sum().backward()
-    assert layer.num_batches_tracked is not None and layer.num_batches_tracked.item() == 2
-
-
-class Moving(nn.Module):
-    """A module that changes a buffer, beside a compiled layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.compiled: Any = torch.compile(nn.Linear(16, 16), backend="eager")
-        self.calls: Tensor
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Any:
-        self.calls += 1
-        return self.compiled(x)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(120)
-@pytest.mark.filterwarnings("ignore")  # of dynamo and of torch.jit
-def test_a_buffer_beside_compiled_code_is_changed_by_forwards_alone() -> None:
-    layer = Moving()
-    with pipe_of_layers(layer, nn.Identity(), chunks=2, checkpoint="always") as pipe:
-        pipe(torch.ones(4, 16)).sum().backward()
-    assert layer.calls == 2
 
 
 @pytest.mark.slow

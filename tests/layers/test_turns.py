@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import textwrap
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -13,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipert import Pipe, PipelineTimeout
+from pipert import PipelineTimeout
 from pipert.layers.default_generators import default_generator
 from pipert.layers.random_numbers import CPU, RunSeed, TaskRng
-from tests import scripts
+from pipert.schedules.action import Action
 from tests.layers import Apply
 from tests.pipes import pipe_of_layers
 
@@ -150,38 +148,6 @@ def test_a_layer_that_raises_gives_the_generator_back() -> None:
     torch.set_rng_state(before)
 
 
-def test_a_loss_draws_as_alone_while_another_caller_has_one_that_does_not() -> None:
-    inside, go, losses = threading.Event(), threading.Event(), dict[bool, list[float]]()
-
-    def waiting(y: Tensor, _: Tensor) -> Tensor:
-        inside.set()
-        assert go.wait(PATIENCE)
-        return y.sum()
-
-    def drawing(y: Tensor, _: Tensor) -> Tensor:
-        drawn.append(float(torch.rand(())))
-        return y.sum() * drawn[-1]
-
-    layers = nn.Linear(1, 1), nn.Linear(1, 1)
-    for overlaps in (False, True):
-        drawn = losses[overlaps] = []
-        with pipe_of_layers(*layers, chunks=3, checkpoint="never") as pipe:
-            other = threading.Thread(
-                target=lambda: pipe.forward_backward(numbered(3), loss_fn=waiting, reduction="sum")
-            )
-            torch.manual_seed(5)
-            if overlaps:
-                other.start()
-                assert inside.wait(PATIENCE)
-                threading.Timer(0.1, go.set).start()
-            else:
-                torch.empty((), dtype=torch.int64).random_()  # as the other step does for its seed
-            pipe.forward_backward(numbered(3), loss_fn=drawing, reduction="sum")
-            if overlaps:
-                other.join()
-    assert losses[True] == losses[False] and len(set(losses[True])) == 3
-
-
 def test_a_fork_that_meets_another_s_turn_leaves_the_state_of_no_task() -> None:
     inside, has_saved = threading.Event(), threading.Event()
 
@@ -265,56 +231,6 @@ def test_runs_that_overlap_learn_from_each_other_which_layers_draw() -> None:
     assert not both.broken
 
 
-def test_a_layer_may_draw_in_threads_of_its_own() -> None:
-    def draw(x: Tensor) -> Tensor:
-        drawn: list[Tensor] = []
-        other = threading.Thread(target=lambda: drawn.append(torch.rand(64)))
-        other.start()
-        other.join(PATIENCE)
-        return x * drawn[0]
-
-    with pipe_of_layers(Apply(draw), nn.Dropout(), chunks=3, checkpoint="always") as pipe:
-        x = torch.ones(3, 64, requires_grad=True)
-        y = pipe(x)
-        y.sum().backward()
-    assert torch.equal(y, x.grad)  # type: ignore[arg-type]
-
-
-def test_a_finished_run_is_not_kept() -> None:
-    gc.collect()
-    pipe = Pipe(nn.Sequential(nn.Dropout()), [1], devices=["cpu"])
-    with pipe:
-        pipe(torch.ones(2, 2))
-    assert "0 users" in repr(default_generator(CPU))
-
-
-def test_nothing_of_torch_is_replaced() -> None:
-    script = """
-        import torch
-        from torch import nn
-
-        def own():
-            modules = torch, torch.random, torch.cuda, torch.nn.functional, torch.autograd
-            return {(m.__name__, k): id(v) for m in modules for k, v in vars(m).items()}
-
-        nn.Sequential(nn.Dropout())(torch.ones(2, 2, requires_grad=True)).sum().backward()
-        before = own()
-        import pipert
-        layers = nn.Sequential(nn.Dropout(), nn.Dropout())
-        with pipert.Pipe(layers, [1, 1], devices=["cpu"] * 2, chunks=2) as pipe:
-            x = torch.ones(2, 2, requires_grad=True)
-            pipe(x).sum().backward()
-            pipe.forward_backward(x, loss_fn=lambda y, _: y.sum())
-        after = own()
-        changed = [name for name in before if after.get(name) != before[name]]
-        assert changed == [], changed
-        torch.randperm(4, generator=torch.random.default_generator)
-        print("right")
-    """
-    found = scripts.run(textwrap.dedent(script), fresh=True)
-    assert found.stdout == "right\n", found.stderr
-
-
 def test_a_task_whose_run_was_given_up_does_not_begin_when_its_turn_comes() -> None:
     first, second = RunSeed(), RunSeed()
     for run in (first, second):
@@ -324,10 +240,10 @@ def test_a_task_whose_run_was_given_up_does_not_begin_when_its_turn_comes() -> N
     def wait_in_vain() -> None:
         with pytest.raises(RuntimeError, match="given up"):
             waits.set()
-            with TaskRng(second, 0, CPU, ("F", 0)):
+            with TaskRng(second, Action("F", 0, 0), CPU):
                 ran.append("second")
 
-    with TaskRng(first, 0, CPU, ("F", 0)):
+    with TaskRng(first, Action("F", 0, 0), CPU):
         thread = threading.Thread(target=wait_in_vain)
         thread.start()
         assert waits.wait(PATIENCE)
