@@ -7,9 +7,7 @@ before it is normalised by micro-batch, so that later layers get other inputs th
 from __future__ import annotations
 
 import copy
-import pickle
 import threading
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -150,13 +148,6 @@ def test_statistics_are_of_the_micro_batches_there_were(rows: int) -> None:
     same(statistics(module), statistics(plain))
 
 
-def test_half_precision_statistics_keep_their_dtype() -> None:
-    module = nn.Sequential(nn.BatchNorm1d(3).to(torch.bfloat16), nn.Identity())
-    with deferred(module, chunks=2) as pipe:
-        pipe(torch.randn(8, 3, dtype=torch.bfloat16))
-    assert module[0].running_var.dtype == torch.bfloat16
-
-
 class ByHand(nn.BatchNorm1d):
     def forward(self, x: Tensor) -> Tensor:
         assert self.num_batches_tracked is not None
@@ -191,15 +182,6 @@ def test_a_norm_that_updates_its_statistics_by_hand_is_refused_before_it_does() 
         with pytest.raises(RuntimeError, match="InPlace.*deferred_batch_norm=False"):
             pipe(batch(8))
     same(statistics(module), before)
-
-
-def test_a_batch_without_rows_is_counted_and_nothing_else() -> None:
-    module = norm_first(nn.BatchNorm1d(3))
-    plain = copy.deepcopy(module)
-    with deferred(module) as pipe:
-        pipe(batch(0))
-    plain(batch(0))
-    same(statistics(module), statistics(plain))
 
 
 class Checkpointing(nn.Module):
@@ -317,14 +299,6 @@ def test_callers_that_are_inside_at_once_do_not_mix_their_statistics() -> None:
     same(statistics(module), statistics(plain))
 
 
-def test_a_pipe_in_a_layer_has_a_setting_of_its_own() -> None:
-    inner = nn.Sequential(nn.BatchNorm1d(3)).double()
-    pipe = Pipe(inner, [1], devices=["cpu"], chunks=2, deferred_batch_norm=False)
-    with pipe, deferred(nn.Sequential(pipe, nn.Identity()), chunks=2) as outer:
-        train(outer, batch(8))
-    assert inner[0].num_batches_tracked == 4
-
-
 @pytest.mark.parametrize("checkpoint", MODES)
 def test_a_deferring_pipe_in_a_layer_updates_nothing_when_it_is_recomputed(checkpoint: str) -> None:
     inner = nn.Sequential(nn.BatchNorm1d(3)).double()
@@ -336,23 +310,6 @@ def test_a_deferring_pipe_in_a_layer_updates_nothing_when_it_is_recomputed(check
         torch.autograd.backward(loss)
     assert before["0.num_batches_tracked"] == 2
     same(statistics(inner), before)
-
-
-# What it leaves alone -----------------------------------------------------------------------------
-
-
-def test_pitfall_5_there_are_no_further_keys_in_the_state_dict() -> None:
-    module = norm_first(nn.BatchNorm1d(3))
-    keys = list(module.state_dict())
-    with deferred(module) as pipe:
-        pipe(batch(8))
-        assert list(pipe.state_dict()) == keys
-
-
-def test_the_setting_can_be_read_and_is_copied() -> None:
-    with deferred(norm_first(nn.BatchNorm1d(3))) as pipe:
-        copied = pickle.loads(pickle.dumps(pipe))
-        assert (pipe.deferred_batch_norm, copied.deferred_batch_norm) == (True, True)
 
 
 # At wrapping --------------------------------------------------------------------------------------
@@ -376,48 +333,11 @@ def test_the_warning_names_the_layers_and_the_line_of_the_user() -> None:
     assert caught[0].filename == __file__
 
 
-def test_a_pipe_in_a_layer_is_not_warned_about_again() -> None:
-    inner = Pipe(
-        nn.Sequential(nn.BatchNorm1d(3)), [1], devices=["cpu"], deferred_batch_norm=True
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        wrap(nn.Sequential(inner))
-
-
-@pytest.mark.parametrize("choice", [True, False])
-def test_a_choice_is_not_warned_about(choice: bool) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        wrap(nn.Sequential(nn.BatchNorm1d(3)), deferred_batch_norm=choice)
-
-
-@pytest.mark.parametrize(
-    "module",
-    [
-        nn.Sequential(nn.BatchNorm1d(3)).eval(),
-        nn.Sequential(nn.BatchNorm1d(3, track_running_stats=False)),
-        nn.Sequential(nn.GroupNorm(1, 3), nn.InstanceNorm1d(3)),
-    ],
-    ids=["eval", "no statistics", "other norms"],
-)
-def test_deferral_is_not_warned_of_without_running_statistics(module: nn.Sequential) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        wrap(module)
-
-
 @pytest.mark.parametrize("choice", [None, True, False])
 def test_sync_batchnorm_is_refused_with_a_remedy(choice: bool | None) -> None:
     module = nn.Sequential(nn.Sequential(nn.SyncBatchNorm(3)))
     with pytest.raises(TypeError, match=r"'0\.0' is a SyncBatchNorm.*deferred_batch_norm=True"):
         wrap(module, deferred_batch_norm=choice)
-
-
-def test_a_choice_that_is_none_is_refused() -> None:
-    choice: Any = "yes"
-    with pytest.raises(TypeError, match="True, False or None, got 'yes'"):
-        wrap(nn.Sequential(nn.ReLU()), deferred_batch_norm=choice)
 
 
 @uses_torchscript

@@ -89,21 +89,6 @@ def test_steps_may_have_any_rows_one_after_the_other(way: Way) -> None:
     same(grads_of(module), grads_of(plain))
 
 
-@each_way
-def test_parameters_are_updated_as_in_the_plain_loop(way: Way) -> None:
-    module, x = seven_layers(), batch(7)
-    plain = copy.deepcopy(module)
-    with piped(module, [3, 4], way) as pipe:
-        for _ in range(3):
-            take_step(pipe, way, x)
-            mean(plain(x), None).backward()
-            for parameter in (*module.parameters(), *plain.parameters()):
-                assert parameter.grad is not None
-                parameter.data.sub_(parameter.grad, alpha=0.01)
-                parameter.grad = None
-    same(dict(module.state_dict()), dict(plain.state_dict()))
-
-
 # Row 2: what is frozen.
 
 FROZEN: dict[str, list[int]] = {

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -23,8 +22,6 @@ from pipert import RecomputationError, is_recomputing
 from tests.contexts import Block
 from tests.contract.ways import CALL, Way, linear, piped, take_step
 from tests.layers import Apply
-
-DOCS = Path(__file__).parents[2] / "docs" / "contract.md"
 
 
 class Setting(NamedTuple):
@@ -150,11 +147,6 @@ def test_workers_see_a_setting_of_the_process_as_it_is_then(setting: Setting, wa
 @pytest.mark.parametrize("setting", OF_A_THREAD, ids=lambda setting: setting.name)
 def test_workers_do_not_see_these_settings_of_the_callers(setting: Setting, way: Way) -> None:
     assert seen(setting, way) == {"F": {setting.see()}, "R": {setting.see()}}
-
-
-@pytest.mark.parametrize("setting", [*OF_THE_PROCESS, *OF_A_THREAD], ids=lambda one: one.name)
-def test_the_table_has_the_setting(setting: Setting) -> None:
-    assert setting.name in DOCS.read_text()
 
 
 # Around one of forward and backward ---------------------------------------------------------------

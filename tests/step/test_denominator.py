@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from pipert import Pipe
 from tests.contract.ways import MODES, grads_of, linear
-from tests.layers import Apply
 from tests.pipes import pipe_of
 
 ROWS, CLASSES, CHUNKS = 11, 5, 4
@@ -107,29 +106,6 @@ def test_one_denominator_for_several_batches_accumulates_their_mean() -> None:
     same([sum(found), grads_of(model)], [loss, expected])
 
 
-class Injected(torch.autograd.Function):
-    """Adds the gradient of a balance loss of its own, however the loss is scaled."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, balance: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, Tensor]:
-        return dx, torch.tensor(0.01, dtype=dx.dtype)
-
-
-@schedules
-def test_a_backward_that_is_not_linear_is_the_plain_module_s(schedule: str) -> None:
-    def inject(x: Tensor) -> Tensor:
-        found: Tensor = Injected.apply(x, x.square().sum())  # type: ignore[no-untyped-call]
-        return found
-
-    model, (x, target) = a_model(), padded(0, 1, 2, 7)
-    model[1] = Apply(inject)
-    same(stepped(model, x, target, schedule=schedule), plain(model, x, target))
-
-
 def test_half_precision_overflows_no_sooner_than_with_a_mean() -> None:
     """With the scale of a mean, the sums of 1,000 rows would overflow: 100 * 1000."""
     seen = []
@@ -146,16 +122,6 @@ def test_half_precision_overflows_no_sooner_than_with_a_mean() -> None:
         )
     assert len(seen) == 4 and max(seen) < 0.2
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
-
-
-def test_sums_in_half_precision_may_overflow_where_their_mean_does_not() -> None:
-    layer = nn.Linear(1, 1).half()
-    with pipe_of(nn.Sequential(layer), chunks=CHUNKS) as pipe:
-        loss = pipe.forward_backward(
-            torch.ones(4, 1, dtype=torch.float16), target=torch.ones(4), denominator=4,
-            loss_fn=lambda y, t: y.sum() * 0 + 40000.0,
-        )  # fmt: skip
-    assert loss.dtype is torch.float16 and loss == 40000.0
 
 
 # What is refused, and what is warned of -----------------------------------------------------------

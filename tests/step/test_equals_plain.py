@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipert import Pipe
 from tests.contract.ways import (
     Way,
     assert_equal,
@@ -29,15 +28,6 @@ from tests.contract.ways import (
     take_step,
     ways,
 )
-from tests.layers import Apply
-
-
-@ways
-def test_the_returned_loss_and_outputs_have_no_graph(way: Way) -> None:
-    with piped(seven_layers(), [3, 4], way) as pipe:
-        loss, outputs = take_step(pipe, way, batch(7), return_outputs=True)
-    assert not loss.requires_grad
-    assert not outputs.requires_grad
 
 
 @ways
@@ -76,34 +66,6 @@ def test_reduction_mean_weighs_by_rows_where_micro_batches_differ(way: Way) -> N
     with piped(module, [1, 1], way) as pipe:
         loss = take_step(pipe, way, rows, loss_fn=lambda y, t: (y * 0 + t).mean(), target=rows)
     same(loss.item(), 3.0)
-
-
-SUMS: list[Any] = [
-    nn.MSELoss(reduction="sum"), functools.partial(F.mse_loss, reduction="sum"),
-    lambda y, t: (y - t).square().sum(),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("loss_fn", SUMS)
-def test_sums_of_which_the_mean_is_taken_are_named(loss_fn: Any) -> None:
-    x = batch(6)
-    with Pipe(nn.Sequential(linear(3, 3)), [1], devices=["cpu"], chunks=3) as pipe:
-        with pytest.warns(UserWarning, match=r"returns a sum.*give.*denominator"):
-            pipe.forward_backward(x, target=x, loss_fn=loss_fn)
-        pipe.forward_backward(x, target=x, loss_fn=loss_fn, reduction="sum")
-        pipe.forward_backward(x, target=x, loss_fn=loss_fn, denominator=6)
-        pipe.chunks = 1
-        pipe.forward_backward(x, target=x, loss_fn=loss_fn)
-
-
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_arguments_without_rows_make_one_micro_batch(reduction: str) -> None:
-    module = nn.Sequential(Apply(lambda x: x.expand(1, 3)), linear(3, 1))
-    plain = copy.deepcopy(module)
-    x = torch.tensor(2.0, dtype=torch.float64)
-    with Pipe(module, [1, 1], devices=["cpu"] * 2, chunks=3) as pipe:
-        loss = pipe.forward_backward(x, loss_fn=lambda y, _: y.sum(), reduction=reduction)
-    same(loss, plain(x).sum().detach())
 
 
 # Losses.
