@@ -182,37 +182,3 @@ def test_gradients_in_float32_keep_the_precision_of_the_plain_module(how: str) -
     plain = error(None, "", 1)
     assert error(torch.float32, how, 128) < 1.5 * plain
     assert error(None, how, 128) > 2 * plain
-
-
-# BatchNorm.
-
-
-def normalised() -> nn.Sequential:
-    torch.manual_seed(2)
-    norms = [nn.BatchNorm1d(4, dtype=torch.float64) for _ in range(2)]
-    return nn.Sequential(linear(3, 4), norms[0], nn.Tanh(), linear(4, 4), norms[1], linear(4, 2))
-
-
-@each_way
-@pytest.mark.parametrize("momentum", [0.1, None], ids=["moving average", "cumulative average"])
-def test_deferred_statistics_are_those_of_the_mini_batch(momentum: Any, way: Way) -> None:
-    module, plain = (nn.Sequential(*list(normalised())[:3]) for _ in range(2))
-    module.get_submodule("1").momentum = plain.get_submodule("1").momentum = momentum
-    xs = [batch(8), batch(9)]
-    with piped(module, way, 4, deferred_batch_norm=True) as pipe:
-        for x in xs:
-            take_step(pipe, way, x)
-            plain(x)
-    same(dict(module.named_buffers()), dict(plain.named_buffers()))
-
-
-@pytest.mark.pairwise
-@each_way
-@pytest.mark.parametrize("deferred", [True, False], ids=["deferred", "each micro-batch"])
-def test_each_micro_batch_is_normalised_by_itself(deferred: bool, way: Way) -> None:
-    module, plain, x = normalised(), normalised(), batch(8)
-    with piped(module, way, 2, deferred_batch_norm=deferred) as pipe:
-        take_step(pipe, way, x)
-    for part in x.chunk(2):
-        (mean(plain(part), None) / 2).backward()
-    same(grads_of(module), grads_of(plain))
