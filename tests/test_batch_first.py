@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -52,12 +51,6 @@ def test_a_layer_that_takes_time_first_is_named_with_a_remedy(kind: str) -> None
 def test_the_place_in_a_layer_of_the_users_is_named() -> None:
     with pytest.warns(NotBatchFirstWarning, match=r"'0.inner' \(batch_first"):
         make(Block(nn.LSTM(4, 4)))
-
-
-def test_the_warning_has_its_own_category_to_ignore() -> None:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", category=NotBatchFirstWarning)
-        make(nn.LSTM(4, 4))
 
 
 def test_the_warning_is_justified() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 from unittest import TestCase
@@ -100,14 +98,6 @@ def test_an_example_is_a_mini_batch_everywhere() -> None:
     assert rows == {4}
 
 
-@pytest.mark.parametrize("name", [
-    "balance_by_size", "balance_by_time", "crossing_sizes", "layer_sizes", "layer_times"
-])  # fmt: skip
-def test_an_example_has_one_name(name: str) -> None:
-    for function in (getattr(balance, name), pipert.plan_for, pipert.pipeline):
-        assert {"example", "chunks"} <= inspect.signature(function).parameters.keys()
-
-
 def as_step(pipe: pipert.ModulePipe, batch: Any) -> Any:
     return pipe.forward_backward(microbatches=[batch], loss_fn=lambda y, _: y.sum())
 
@@ -127,16 +117,6 @@ def test_an_error_says_how_a_dict_is_the_only_argument(way: str) -> None:
         WAYS[way]({"x": X})
     assert "(batch,)" in caught.value.__notes__[-1]
     WAYS[way](({"x": X},))
-
-
-def test_an_error_of_another_keyword_does_not_speak_of_dicts() -> None:
-    class Wrong(Chain):
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layers[0](x, y=x)  # type: ignore[no-any-return]
-
-    with pytest.raises(TypeError, match="unexpected keyword argument 'y'") as caught:
-        pipeline(Wrong(), example={"x": X}, devices=CPUS)
-    assert "(batch,)" not in "".join(caught.value.__notes__)
 
 
 def layers() -> nn.Sequential:
@@ -169,12 +149,6 @@ def test_a_schedule_is_that_of_all_steps(make: Any) -> None:
         make(schedule="2f2b")
 
 
-def test_a_copy_has_the_schedule() -> None:
-    with pipert.Pipe(layers(), [2, 2], devices=CPUS, schedule="zb-h1") as pipe:
-        with copy.deepcopy(pipe) as copied:
-            assert copied.schedule == "zb-h1"
-
-
 def step(pipe: Any, x: Tensor = X, **how: Any) -> None:
     pipe.forward_backward(x, loss_fn=lambda y, _: y.sum(), **how)
 
@@ -186,20 +160,6 @@ def test_one_chunk_is_said_once() -> None:
                 step(pipe)
     (said,) = logged.output
     assert "chunks=1: of 2 partitions one computes at a time" in said
-
-
-@pytest.mark.parametrize(("balance", "chunks", "x", "ready"), [
-    ([4], 1, X, False), ([2, 2], 2, X, False), ([2, 2], 1, X[:1], False), ([2, 2], 1, X, True),
-])  # fmt: skip
-def test_one_chunk_is_not_said_where_it_is_right(
-    balance: list[int], chunks: int, x: Tensor, ready: bool
-) -> None:
-    with pipert.Pipe(layers(), balance, devices=CPUS[: len(balance)], chunks=chunks) as pipe:
-        with TestCase().assertNoLogs("pipert"):
-            if ready:
-                pipe.forward_backward(microbatches=[x, x], loss_fn=lambda y, _: y.sum())
-            else:
-                step(pipe, x)
 
 
 @pytest.mark.parametrize("model", [layers, Chain])
@@ -215,12 +175,3 @@ def test_a_plan_makes_the_pipe(model: Callable[[], nn.Module]) -> None:
     assert all(parameter.grad is not None for parameter in own.parameters())
     with best.make(own, chunks=2) as pipe:
         assert pipe.chunks == 2
-
-
-def test_the_line_to_paste_makes_the_same_pipe() -> None:
-    best = plan_for(layers(), X, memory="1GiB", devices=CPUS, chunks=4)[0]
-    names: dict[str, Any] = {"Pipe": pipert.Pipe, "module": layers()}
-    exec(best.line, names)
-    with names["pipe"] as pasted, best.make(layers()) as made:
-        for name in ("balance", "devices", "chunks", "checkpoint", "schedule"):
-            assert getattr(pasted, name) == getattr(made, name)

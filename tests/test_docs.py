@@ -101,17 +101,6 @@ def test_every_block_of_a_page_names_its_language(page: Path) -> None:
     assert ">>>" not in page.read_text()
 
 
-WIDTH = 85
-"""Wider lines of code would scroll: furo shows so many characters on a screen of 1,280 pixels."""
-
-
-@pytest.mark.parametrize("page", PAGES, ids=named)
-def test_code_fits_the_width_of_the_site(page: Path) -> None:
-    blocks = re.findall(r"^```\w+\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
-    wide = [line for block in blocks for line in block.splitlines() if len(line) > WIDTH]
-    assert wide == []
-
-
 # The reference ------------------------------------------------------------------------------------
 
 
@@ -268,14 +257,6 @@ def test_ci_runs_each_command_of_readme_under_its_number() -> None:
         assert what in commands[int(number) - 1] and short != what
 
 
-def test_the_table_of_other_libraries_cites_times_that_the_benchmarks_list() -> None:
-    row = re.search(r"^\| measured: .*", (DOCS / "moving.md").read_text(), re.MULTILINE)
-    assert row is not None
-    times = re.findall(r"(\d+) ms", row[0])
-    steps = OUTSIDE[2].read_text().partition("## `forward_backward.py`")[2].partition("\n## ")[0]
-    assert len(times) == 3 and [time for time in times if f"| {time:>4} |" not in steps] == []
-
-
 def test_each_error_has_its_row() -> None:
     text = (DOCS / "when_it_fails.md").read_text()
     errors = [name for name in pipert.__all__ if issubclass_of_error(getattr(pipert, name))]
@@ -285,12 +266,6 @@ def test_each_error_has_its_row() -> None:
 def issubclass_of_error(thing: object) -> bool:
     base = pipert.PipertError
     return isinstance(thing, type) and issubclass(thing, base) and thing is not base
-
-
-def test_each_example_has_its_row() -> None:
-    text = OUTSIDE[1].read_text()
-    examples = [file.name for file in (ROOT / "examples").glob("*.py")]
-    assert examples and [name for name in examples if f"[`{name}`]" not in text] == []
 
 
 def test_every_directory_of_the_package_has_its_line() -> None:

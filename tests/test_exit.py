@@ -6,7 +6,6 @@ one that drops a tensor then: torch itself aborts the program for that, with or 
 
 from __future__ import annotations
 
-import signal
 import subprocess
 import sys
 
@@ -128,37 +127,6 @@ running.wait()
     assert ends(script) == (0, "")
 
 
-def test_a_program_exits_after_the_start_of_a_thread_was_interrupted() -> None:
-    script = """
-name = "_start_joinable_thread"  # from Python 3.13 on
-name = name if hasattr(threading, name) else "_start_new_thread"
-start = getattr(threading, name)
-
-def interrupted(*args, **kwargs):
-    setattr(threading, name, start)
-    raise KeyboardInterrupt
-
-pipe = two()
-setattr(threading, name, interrupted)
-try:
-    pipe(ROWS)
-except KeyboardInterrupt:
-    print(torch.equal(pipe(ROWS), ROWS * 4))
-"""
-    result = run(script, whole_end=True)
-    assert (result.returncode, result.stdout, result.stderr) == (0, "True\n", "")
-
-
-def test_a_pipe_may_be_closed_by_a_function_that_runs_at_exit() -> None:
-    script = """
-import atexit
-pipe = two()
-pipe(ROWS)
-atexit.register(pipe.close)
-"""
-    assert ends(script) == (0, "")
-
-
 def test_a_pipe_may_be_called_by_a_function_that_runs_at_exit_before_ours() -> None:
     script = """
 import atexit
@@ -248,15 +216,6 @@ print("still here")
 """
     result = run(script)
     assert (result.returncode, result.stdout) == (-2, "")  # died of the signal, as Python does
-
-
-def test_a_script_of_a_job_that_ignores_ctrl_c_is_interrupted_like_any_other() -> None:
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in the background of a shell
-    try:
-        result = scripts.run("import os, signal; os.kill(os.getpid(), signal.SIGINT)", fresh=True)
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert result.returncode == -signal.SIGINT
 
 
 # Ctrl-C at every place of what the caller is in.

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from pipert import Pipe, PipeClosedError
+from pipert import Pipe
 from pipert.workers import pool as pool_module
 from pipert.workers import thread_state
 from pipert.workers.worker import WorkerThread
@@ -113,45 +113,10 @@ def test_a_child_can_train(checkpoint: str) -> None:
         assert child(train) == RIGHT
 
 
-def test_a_child_that_closed_its_parents_pipe_is_refused(pipe: Pipe) -> None:
-    def check() -> bool:
-        pipe.close()
-        with pytest.raises(PipeClosedError):
-            pipe(ROWS)
-        return True
-
-    assert child(check) == RIGHT
-
-
-def test_a_child_can_drop_the_last_reference() -> None:
-    pipes = [two()]
-    pipes[0](ROWS)
-    code = child(lambda: right(pipes[0]) and pipes.clear() is None)
-    pipes[0].close()
-    assert code == RIGHT
-
-
-def test_a_pipe_that_was_closed_before_the_fork_is_closed_in_the_child() -> None:
-    pipe = two()
-    pipe(ROWS)
-    pipe.close()
-
-    def check() -> bool:
-        with pytest.raises(PipeClosedError):
-            pipe(ROWS)
-        return True
-
-    assert child(check) == RIGHT
-
-
 def test_the_parent_keeps_its_threads_when_a_child_closes_the_pipe(pipe: Pipe) -> None:
     before = list(pipe._runtime.pool._threads)
     child(lambda: pipe.close() is None)
     assert right(pipe) and pipe._runtime.pool._threads == before
-
-
-def test_a_grandchild_can_run_the_pipe(pipe: Pipe) -> None:
-    assert child(lambda: right(pipe) and child(lambda: right(pipe)) == RIGHT) == RIGHT
 
 
 def in_the_middle(

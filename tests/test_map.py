@@ -107,15 +107,6 @@ def test_what_is_no_iterable_of_micro_batches_is_refused_at_once(kind: str, give
         pipe.map(given)
 
 
-@pytest.mark.layered
-def test_a_pipe_without_layers_yields_what_it_gets() -> None:
-    xs = batches(3)
-    with Pipe(nn.Sequential(), [], devices=[]) as pipe:
-        assert all(y is x for y, x in zip(pipe.map(xs), xs, strict=True))
-        with pytest.raises(TypeError, match="must be an iterable"):
-            pipe.map(xs[0])
-
-
 @kinds
 def test_calls_and_other_maps_may_come_between(kind: str) -> None:
     own, xs, others = layers(), batches(), batches()
@@ -137,17 +128,6 @@ def test_random_numbers_are_those_of_one_call_after_the_other(kind: str) -> None
         found = list(pipe.map(xs))
     assert all(map(torch.equal, found, expected))
     assert len({tuple(y.flatten().tolist()) for y in found}) > MANY / 2
-
-
-@kinds
-def test_the_generator_stays_as_it_was_if_no_layer_draws(kind: str) -> None:
-    own, xs = layers(Apply(slow)), batches()
-    with torch.no_grad(), a_pipe(kind, *own) as pipe:
-        before = torch.get_rng_state()
-        list(pipe.map(xs))
-        assert torch.equal(torch.get_rng_state(), before)
-        next(iter(pipe.map(xs)))  # the iterator is collected
-        assert torch.equal(torch.get_rng_state(), before)
 
 
 @kinds

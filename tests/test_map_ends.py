@@ -117,37 +117,6 @@ def test_ended_early_it_cancels_those_in_flight(kind: str, ends: str) -> None:
 
 
 @kinds
-def test_ended_early_none_begins_a_layer_any_more(kind: str) -> None:
-    seen, entered, gate = [], threading.Event(), threading.Event()
-
-    def wait(x: Tensor) -> Tensor:
-        seen.append(x)
-        if len(seen) == 2:
-            entered.set()
-            assert gate.wait(10.0)
-        return x
-
-    with torch.no_grad(), a_pipe(kind, *layers(Apply(wait))) as pipe:
-        outputs: Any = pipe.map(batches())
-        next(outputs)
-        assert entered.wait(10.0)
-        timer = threading.Timer(0.05, gate.set)
-        timer.start()
-        outputs.close()  # waits for the layer that is executing
-        assert gate.is_set() and len(seen) == 2
-        timer.join()
-
-
-@kinds
-def test_never_begun_it_does_nothing(kind: str) -> None:
-    source = Source(batches())
-    with a_pipe(kind, *layers()) as pipe:
-        outputs = pipe.map(source)
-        del outputs
-        assert source.read == 0 and pipe.statistics().runs == 0
-
-
-@kinds
 def test_closing_the_pipe_in_the_middle_ends_it(kind: str) -> None:
     pipe = a_pipe(kind, *layers())
     with torch.no_grad():
@@ -187,12 +156,6 @@ def test_a_layer_that_takes_too_long_ends_it(kind: str, monkeypatch: pytest.Monk
         while any(worker.doing for worker in pipe.statistics().workers):
             time.sleep(0.001)
         assert len(list(pipe.map(batches()))) == MANY
-
-
-@kinds
-def test_a_wrong_timeout_is_refused_at_once(kind: str) -> None:
-    with a_pipe(kind, *layers()) as pipe, pytest.raises(ValueError, match="timeout"):
-        pipe.map(batches(), timeout=-1.0)
 
 
 @kinds

@@ -83,17 +83,6 @@ def test_after_a_step_no_activation_is_left_though_the_output_is_kept(checkpoint
         del y
 
 
-@modes
-def test_after_a_step_of_a_pipe_in_a_pipe_no_activation_is_left(checkpoint: str) -> None:
-    setting = Setting(checkpoint)
-    seen = Activations()
-    model = nn.Sequential(Tanh(seen), setting.pipe, Tanh(seen))
-    outer = Pipe(model, balance=[1, 2], devices=["cpu"] * 2, chunks=2, checkpoint=checkpoint)
-    with setting.pipe, outer:
-        outer(torch.randn(8, 3)).sum().backward()
-        assert setting.left() + seen.settled(0) == 0
-
-
 # Between forward and backward ---------------------------------------------------------------------
 
 
@@ -111,18 +100,6 @@ def test_except_last_keeps_the_inside_of_the_last_micro_batch_alone() -> None:
         y = pipe(torch.randn(8, 3))
         assert setting.inside.settled(4) == 4
         del y
-
-
-def test_the_less_is_checkpointed_the_more_is_kept() -> None:
-    kept = []
-    for checkpoint in MODES:
-        setting = Setting(checkpoint)
-        with setting.pipe as pipe:
-            y = pipe(torch.randn(8, 3))
-            pipe.close()  # no worker has anything at hand any more
-            kept.append(setting.inside.now() + setting.between.now() + setting.last.now())
-            del y
-    assert kept[0] < kept[1] < kept[2]
 
 
 # During a backward --------------------------------------------------------------------------------

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from pipert import Pipe, PipeClosedError, never_recompute, pipeline, plan_for
-from pipert.planning.candidate import text_of
 
 CPUS = ["cpu", "cpu"]
 X = torch.ones(8, 4)
@@ -90,29 +87,6 @@ class Takes(Chain):
 
     def forward(self, x: Tensor, **_: Any) -> Tensor:
         return super().forward(x)
-
-
-class NamesTargets(nn.Module):
-    """Names a keyword that is close to one of a step."""
-
-    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
-        return (x - targets).square().mean()
-
-
-class Around(nn.Module):
-    """Hands any arguments on, as a model of peft does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.chain, self.loss = Chain(), NamesTargets()
-
-    def forward(self, x: Tensor, **keywords: Any) -> Tensor:
-        return self.loss(self.chain(x), **keywords)  # type: ignore[no-any-return]
-
-
-def test_a_keyword_that_a_part_of_the_model_names_is_not_misspelt() -> None:
-    with pipeline(Around(), ["chain.layers.2"], devices=CPUS, chunks=2) as pipe:
-        assert pipe.forward_backward(X, targets=torch.zeros_like(X)) >= 0
 
 
 def misspelt(how: str, **keywords: Any) -> None:
@@ -292,18 +266,6 @@ def test_a_model_that_moved_to_meta_under_its_pipe_is_explained() -> None:
         assert "the model was moved to 'meta': make a new pipe" in "".join(caught.value.__notes__)
 
 
-def test_a_pipe_shows_the_checkpoint_that_its_steps_use() -> None:
-    with Pipe(layers(), [2, 2], devices=CPUS, chunks=2) as pipe:
-        assert "checkpoint='never'" in repr(pipe)
-        pipe.schedule = "gpipe"
-        assert "checkpoint='except_last'" in repr(pipe)
-
-
-def test_sizes_are_shown_with_three_digits_or_four() -> None:
-    found = [text_of(size) for size in (1000, 1023, 1024, 1500 * 2**10)]
-    assert found == ["1000 B", "1023 B", "1 KiB", "1.46 MiB"]
-
-
 def test_a_step_without_a_micro_batch_is_explained() -> None:
     with pipeline(Chain(), ["layers.2"], devices=CPUS) as pipe:
         with pytest.raises(TypeError, match="required positional argument") as caught:
@@ -347,30 +309,3 @@ def test_an_attribute_of_the_model_is_found_there() -> None:
         with pytest.raises(AttributeError) as caught:
             wrong(pipe).nothing
         assert not hasattr(caught.value, "__notes__")
-
-
-def test_a_picture_without_matplotlib_is_explained(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    with Pipe(layers(), [2, 2], devices=CPUS, chunks=2) as pipe, pipe.record() as timeline:
-        pipe(X)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ImportError, match="a picture needs matplotlib: pip install matplotlib"):
-        timeline.plot(tmp_path / "picture.png")
-
-
-def test_a_picture_of_nothing_is_explained(tmp_path: Path) -> None:
-    with Pipe(layers(), [2, 2], devices=CPUS, chunks=2) as pipe, pipe.record() as timeline:
-        pass
-    with pytest.raises(ValueError, match="nothing to draw"):
-        timeline.plot(tmp_path / "picture.png")
-
-
-def test_metrics_with_swapped_arguments_are_explained() -> None:
-    prometheus = pytest.importorskip("prometheus_client")
-    from pipert.prometheus import PipeMetrics
-
-    with Pipe(layers(), [2, 2], devices=CPUS) as pipe:
-        metrics = PipeMetrics(registry=prometheus.CollectorRegistry())
-        with pytest.raises(TypeError, match=r"got 'generator'; write metrics.add\(pipe, name\)"):
-            metrics.add(wrong("generator"), wrong(pipe))

@@ -33,13 +33,6 @@ def test_layers_keep_their_names() -> None:
     assert names == [["a", "b"], ["c"]]
 
 
-def test_layer_named_like_an_attribute_of_sequential_keeps_its_name() -> None:
-    module = nn.Sequential()
-    module._modules["train"] = nn.ReLU()
-    (partition,) = split_to(module, [1], [CPU])
-    assert list(partition._modules) == ["train"]
-
-
 @pytest.mark.parametrize(
     "register",
     [
@@ -94,19 +87,6 @@ def test_buffer_shared_between_devices_is_refused_by_name() -> None:
         split_to(module, [1, 1], [CPU, META])
 
 
-def shared_buffer() -> nn.Sequential:
-    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.BatchNorm1d(2))
-    module[2].running_mean = module[1].running_mean
-    return module
-
-
-def test_refusal_of_a_shared_buffer_has_moved_nothing() -> None:
-    module = shared_buffer()
-    with pytest.raises(ValueError):
-        split_to(module, [2, 1], [META, CPU])
-    assert {parameter.device for parameter in module.parameters()} == {CPU}
-
-
 # Whether a partition could draw random numbers.
 
 
@@ -122,12 +102,6 @@ def test_unknown_layer_may_draw(layer: nn.Module) -> None:
 @pytest.mark.parametrize("training", [True, False])
 def test_dropout_draws_in_training_only(training: bool) -> None:
     assert draws(nn.Sequential(nn.Dropout()).train(training)) == training
-
-
-def test_layer_with_a_hook_may_draw() -> None:
-    layer = nn.ReLU()
-    layer.register_forward_hook(lambda *_: None)
-    assert draws(nn.Sequential(layer))
 
 
 def test_running_statistics_of_two_partitions_are_refused() -> None:
@@ -152,12 +126,3 @@ def test_a_forward_put_on_the_module_is_refused() -> None:
     module.forward = lambda x: x  # type: ignore[method-assign]
     with pytest.raises(TypeError, match="overrides forward"):
         check_module(module)
-
-
-def test_a_subclass_that_overrides_call_is_refused() -> None:
-    class Twice(nn.Sequential):
-        def __call__(self, x: torch.Tensor) -> torch.Tensor:
-            return super().__call__(super().__call__(x))  # type: ignore[no-any-return]
-
-    with pytest.raises(TypeError, match="overrides __call__"):
-        check_module(Twice(nn.Linear(2, 2)))

@@ -205,8 +205,3 @@ with pipe:
 """
     done = scripts.run(script, fresh=True)
     assert done.returncode == 0, done.stderr
-
-
-def test_all_names_are_there() -> None:
-    _torch.refuse_unsupported()
-    assert _torch.NEEDED and _torch.OTHERS

@@ -7,7 +7,6 @@ import re
 import threading
 import weakref
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -160,45 +159,6 @@ def test_metrics_have_the_documented_names(pipe: Pipe, registry: CollectorRegist
     table = re.findall(r"^``(\w+)`` +(\w+)", prometheus.__doc__ or "", re.MULTILINE)
     lines = re.findall(r"^# TYPE (\w+) (\w+)$", generate_latest(registry).decode(), re.MULTILINE)
     assert sorted(table) == sorted(line for line in lines if not line[0].endswith("_created"))
-
-
-# Several pipes
-
-
-def test_a_name_that_is_taken_is_refused(pipe: Pipe, metrics: PipeMetrics) -> None:
-    with two() as other:
-        with pytest.raises(ValueError, match="there is a pipe called 'a' already"):
-            metrics.add(other, "a")
-
-
-def test_what_is_no_pipe_is_refused_and_not_shown(
-    metrics: PipeMetrics, registry: CollectorRegistry
-) -> None:
-    model: Any = nn.Linear(2, 2)
-    with pytest.raises(TypeError, match="pipe must be a pipe, got Linear"):
-        metrics.add(model, "model")
-    assert samples(registry) == {}
-    with two() as pipe:
-        metrics.add(pipe, "model")  # the name is free
-
-
-def test_a_removed_pipe_is_shown_no_more(
-    pipe: Pipe, metrics: PipeMetrics, registry: CollectorRegistry
-) -> None:
-    pipe(ROWS)
-    metrics.remove("a")
-    assert samples(registry) == {}
-    with pytest.raises(KeyError):
-        metrics.remove("a")
-    metrics.add(pipe, "a")
-    assert samples(registry)["pipert_runs_total{outcome=succeeded,pipe=a}"] == 1
-
-
-def test_a_second_instance_in_a_registry_is_refused(
-    metrics: PipeMetrics, registry: CollectorRegistry
-) -> None:
-    with pytest.raises(ValueError, match="Duplicated timeseries"):
-        PipeMetrics(registry)
 
 
 # The life of a pipe

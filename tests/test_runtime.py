@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-import traceback
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -21,9 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-import pipert
-from pipert import Pipe, PipertError, ReentrantCallError, is_recomputing
-from pipert.stage.run import Outcome, Run
+from pipert import Pipe, PipertError, is_recomputing
+from pipert.stage.run import Outcome
 from tests.activations import Activations
 from tests.callers import Caller
 from tests.failures import Failures
@@ -238,16 +236,6 @@ class StageError(Exception):
     """An error that says which task raised it."""
 
 
-def test_the_traceback_begins_in_the_caller() -> None:
-    def act(i: int, j: int) -> None:
-        raise StageError
-
-    with pipe_of(2, act, chunks=2) as pipe, pytest.raises(StageError) as info:
-        pipe(rows(2))
-    names = [frame.name for frame in traceback.extract_tb(info.value.__traceback__)]
-    assert names[0] == "test_the_traceback_begins_in_the_caller"
-
-
 def test_pitfall_12_the_note_says_which_task_failed_where_and_on_what() -> None:
     class Picky(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -457,58 +445,3 @@ def test_a_pipe_inside_of_torch_s_checkpoint_is_right_or_refused_by_name(mode: s
         except PipertError:
             return
     torch.testing.assert_close(grads, expected)
-
-
-def test_a_pipe_in_a_pipe_computes_at_once_with_it() -> None:
-    both = threading.Barrier(2)
-
-    def inner_act(i: int, j: int) -> None:
-        if (i, j) == (0, 1):
-            both.wait(TIMEOUT)
-
-    def outer_act(i: int, j: int) -> None:
-        if (i, j) == (1, 0):
-            both.wait(TIMEOUT)
-
-    inner = pipe_of(2, inner_act, chunks=1)
-    model = nn.Sequential(Stage(0, outer_act), inner)
-    outer = Pipe(model, balance=[1, 1], devices=["cpu"] * 2, chunks=2)
-    with inner, outer:
-        assert torch.equal(outer(rows(2)), rows(2))
-
-
-class Calls(nn.Module):
-    """Calls something that is set after the pipe was made; not as a submodule."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.what: list[Callable[[Tensor], Tensor]] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.what[0](x)
-
-
-def test_a_layer_that_calls_its_own_pipe_by_way_of_another_one_is_refused() -> None:
-    layer = Calls()
-    inner = Pipe(nn.Sequential(layer), balance=[1], devices=["cpu"])
-    outer = Pipe(nn.Sequential(inner), balance=[1], devices=["cpu"])
-    layer.what.append(outer)
-    with inner, outer, pytest.raises(ReentrantCallError):
-        Caller(lambda: outer(rows(2))).result()
-
-
-def test_an_interrupt_at_the_end_of_a_run_skips_nothing_else_of_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A model's own code may draw, so the caller's generator has moved, and moves back."""
-    returned, state = list[Run](), torch.get_rng_state()
-
-    def interrupted(run: Run) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Run, "end", interrupted)
-    monkeypatch.setattr(Run, "return_what_was_read", lambda run: returned.append(run))
-    with pipert.pipeline(nn.Sequential(nn.Identity(), nn.Identity()), ["1"]) as pipe:
-        with pytest.raises(KeyboardInterrupt):
-            pipe(torch.ones(2, 1))
-    assert len(returned) == 1 and torch.equal(torch.get_rng_state(), state)

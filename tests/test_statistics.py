@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -39,21 +38,6 @@ class Gate:
         self.entered.set()
         assert self.open.wait(WAIT)
         return x
-
-
-def test_printed_they_show_the_calls_and_what_each_worker_does() -> None:
-    gate = Gate()
-    with pipe_of(linear(), Apply(gate), chunks=4) as pipe:
-        caller = threading.Thread(target=pipe, args=(X,))
-        caller.start()
-        assert gate.entered.wait(WAIT)
-        calls, _, header, first, second = str(pipe.statistics()).splitlines()
-        gate.open.set()
-        caller.join()
-    assert calls.startswith("1 calls: 0 succeeded, 0 failed, 0 cancelled, 1 in flight; 0 recomp")
-    assert header.split()[:2] == ["worker", "partition"] and header.endswith("done  busy")
-    assert first.startswith("pipert-cpu-0") and second.split()[:3] == ["pipert-cpu-1", "1", "0"]
-    assert "forward" in second and str(Statistics(1, 0, 1, 0, 0, 0, ())).count("\n") == 0
 
 
 def test_statistics_show_a_workers_task_while_it_runs() -> None:
@@ -100,20 +84,6 @@ def _until(pipe: Pipe, depth: int, reached: threading.Event) -> None:
             return
 
 
-def test_waiting_for_input_is_not_busy() -> None:
-    gate = Gate()
-    with pipe_of(Apply(gate), linear()) as pipe:
-        thread = threading.Thread(target=pipe, args=(X,))
-        thread.start()
-        assert gate.entered.wait(WAIT)
-        for _ in range(100):
-            assert pipe.statistics().workers[1].busy_seconds == 0
-        gate.open.set()
-        thread.join(WAIT)
-        seen = pipe.statistics()
-    assert seen.workers[0].busy_seconds > seen.workers[1].busy_seconds > 0
-
-
 @pytest.fixture
 def switch_often() -> Iterator[None]:
     before = sys.getswitchinterval()
@@ -150,24 +120,3 @@ def test_a_thread_may_ask_while_others_call_and_every_number_only_grows() -> Non
         assert 0 <= after.in_flight <= 3 and after.succeeded >= before.succeeded
         for one, other in zip(before.workers, after.workers, strict=True):
             assert one.busy_seconds <= other.busy_seconds
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_forked_child_counts_from_zero() -> None:
-    with pipe_of(linear()) as pipe:
-        pipe(X)
-        reader, writer = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            try:
-                before = pipe.statistics().runs
-                pipe(X)
-                pipe(X)
-                os.write(writer, f"{before} {pipe.statistics().runs}".encode())
-            finally:
-                os._exit(0)
-        os.waitpid(pid, 0)
-        assert os.read(reader, 100) == b"0 2"
-        assert pipe.statistics().runs == 1

@@ -9,7 +9,6 @@ on GPUs in ``tests/cuda``.
 from __future__ import annotations
 
 import copy
-import gc
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -131,17 +130,6 @@ def test_a_tied_parameter_is_copied_once_a_run_and_its_gradient_once_back(
     assert (copies.forward, copies.back) == (1, 1)
 
 
-def test_each_borrowing_partition_has_a_copy(copies: Copies) -> None:
-    weight = nn.Parameter(torch.eye(3) + 0.1)
-    plain = nn.Sequential(*[Head(weight) for _ in range(4)])
-    x = torch.randn(4, 3)
-    with pipe_of(copy.deepcopy(plain), [1, 2, 1], chunks=2) as pipe:
-        pipe(x).square().sum().backward()
-        plain(x).square().sum().backward()
-        torch.testing.assert_close(gradients(pipe), gradients(plain))
-    assert (copies.forward, copies.back) == (2, 2)
-
-
 @modes
 def test_training_gives_the_plain_modules_weights(copies: Copies, checkpoint: str) -> None:
     plain = language_model()
@@ -215,17 +203,6 @@ class _Twice(nn.Module):
         return y
 
 
-def test_tying_again_after_assigning_ties_the_current_parameters(copies: Copies) -> None:
-    with pipe_of(language_model(), [2, 2]) as pipe:
-        old = weakref.ref(weight_of(pipe))
-        pipe.load_state_dict(pipe.state_dict(), assign=True)
-        pipe[3].weight = pipe[0].weight
-        step(pipe)
-        assert weight_of(pipe).grad is not None and copies.forward == 1
-        gc.collect()
-        assert old() is None
-
-
 @modes
 def test_the_copy_is_gone_with_the_graph(copies: Copies, checkpoint: str, no_gc: None) -> None:
     with pipe_of(language_model(), [2, 2], chunks=2, checkpoint=checkpoint) as pipe:
@@ -259,59 +236,6 @@ def test_changes_in_place_are_refused_in_every_mode(
     with pipe_of(nn.Sequential(Head(weight), layer(weight)), [1, 1]) as pipe, mode():
         with pytest.raises(RuntimeError, match="was modified in place"):
             pipe(torch.ones(2, 3))
-
-
-def test_an_unused_parameter_gets_no_gradient_through_a_used_one(copies: Copies) -> None:
-    class Both(nn.Module):
-        def __init__(self, used: nn.Parameter, unused: nn.Parameter) -> None:
-            super().__init__()
-            self.used, self.unused = used, unused
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x @ self.used
-
-    used, unused = nn.Parameter(torch.eye(3)), nn.Parameter(torch.eye(3))
-    seen: list[Tensor] = []
-    unused.register_hook(lambda g: seen.append(g * 2))  # type: ignore[no-untyped-call]
-    layers = nn.Sequential(Both(used, unused), Both(used, unused))
-    with pipe_of(layers, [1, 1]) as pipe:
-        pipe(torch.ones(2, 3)).sum().backward()
-    assert seen == [] and unused.grad is None and used.grad is not None
-
-
-def test_a_layer_may_differentiate_by_a_tied_parameter_under_no_grad(copies: Copies) -> None:
-    class Slope(nn.Module):
-        def __init__(self, weight: nn.Parameter) -> None:
-            super().__init__()
-            self.weight = weight
-
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.enable_grad():
-                scaled = torch.mul(self.weight, 1.0)
-                return torch.autograd.grad((x @ scaled).square().sum(), scaled)[0]
-
-    weight = nn.Parameter(torch.eye(3))
-    plain = nn.Sequential(Head(weight), Slope(weight))
-    with pipe_of(copy.deepcopy(plain), [1, 1]) as pipe, torch.no_grad():
-        torch.testing.assert_close(pipe(torch.ones(2, 3)), plain(torch.ones(2, 3)))
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")  # of dynamo
-def test_a_compiled_layer_beside_the_borrower_is_compiled_once(copies: Copies) -> None:
-    graphs: list[int] = []
-
-    def backend(graph: Any, _: Any) -> Any:
-        graphs.append(1)
-        return graph.forward
-
-    module = language_model()
-    compiled: Any = torch.compile(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), backend=backend)
-    module.insert(3, compiled)
-    with pipe_of(module, [2, 3], chunks=4, checkpoint="never") as pipe:
-        for _ in range(3):
-            step(pipe)
-    assert len(graphs) == 1
 
 
 # Compiled and scripted layers.

@@ -237,20 +237,3 @@ def test_dropout_in_adapters_is_the_same_from_one_seed_when_it_is_recomputed(
     assert once["losses"] == again["losses"] == never["losses"] != other["losses"]
     torch.testing.assert_close(once["parameters"], again["parameters"], rtol=0, atol=0)
     torch.testing.assert_close(once["parameters"], never["parameters"])
-
-
-def test_a_contrast_of_all_rows_is_one_micro_batch() -> None:
-    torch.manual_seed(0)
-    tower = {**SIZES, "projection_dim": 8, "image_size": 8, "patch_size": 4}
-    config = transformers.CLIPConfig(
-        text_config={**tower, "max_position_embeddings": 12, "eos_token_id": 31},
-        vision_config=tower, projection_dim=8,
-    )  # fmt: skip
-    model = transformers.CLIPModel(config).double().eval()
-    batch = {
-        "input_ids": torch.randint(1, 32, (4, 12)),
-        "pixel_values": torch.randn(4, 3, 8, 8, dtype=torch.float64),
-    }
-    expected = model(**batch, return_loss=True).loss
-    with pipert.pipeline(model, ["vision_model"], devices=["cpu", "cpu"], chunks=2):
-        assert torch.equal(model(**batch, return_loss=True).loss, expected)

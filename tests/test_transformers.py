@@ -253,22 +253,3 @@ def test_predictions_are_those_of_the_plain_trainer(tmp_path: Path) -> None:
 def test_a_model_that_is_no_pipe_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"a LlamaForCausalLM, is not in a pipe; make one first"):
         PipelinedTrainer(build(), arguments(tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "remedy"),
-    [
-        ("torch_compile", True, "compile layers"),
-        ("auto_find_batch_size", True, "choose per_device"),
-    ],
-)
-def test_options_that_a_pipe_cannot_support_are_refused(
-    tmp_path: Path, name: str, value: object, remedy: str
-) -> None:
-    with pipe_of(build()) as pipe, pytest.raises(ValueError, match=f"{name} must not .*{remedy}"):
-        PipelinedTrainer(pipe.module, arguments(tmp_path, **{name: value}))
-
-
-def test_an_optimizer_that_steps_in_the_backward_is_refused(tmp_path: Path) -> None:
-    with pipe_of(build()) as pipe, pytest.raises(ValueError, match="optim='adalomo' takes its"):
-        PipelinedTrainer(pipe.module, arguments(tmp_path, optim="adalomo"))

@@ -1,7 +1,4 @@
-"""Tests the settings of torch that are not carried: those of the process, and a few of a thread.
-
-``docs/contract.md`` has the table. Those that are carried are in ``tests/contexts.py``.
-"""
+"""Tests settings of torch that are not carried, but of the process (``docs/contract.md``)."""
 
 from __future__ import annotations
 
@@ -15,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils import checkpoint, deterministic
 
 import pipert
 from pipert import RecomputationError, is_recomputing
@@ -24,13 +20,21 @@ from tests.contract.ways import CALL, Way, linear, piped, take_step
 from tests.layers import Apply
 
 
-
 class Setting(NamedTuple):
-    name: str
-    """As in the table."""
     set: Callable[[Any], object]
     see: Callable[[], Any]
     inside: Any
+
+
+SETTINGS = {
+    "default dtype": Setting(torch.set_default_dtype, torch.get_default_dtype, torch.float64),
+    "deterministic": Setting(
+        torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled, True
+    ),
+    "sdpa kernel": Setting(
+        torch.backends.cuda.enable_math_sdp, torch.backends.cuda.math_sdp_enabled, False
+    ),
+}
 
 
 @contextlib.contextmanager
@@ -44,110 +48,25 @@ def inside(setting: Setting) -> Iterator[None]:
         setting.set(before)
 
 
-def attribute(name: str, owner: Any, key: str, value: Any) -> Setting:
-    return Setting(name, lambda x: setattr(owner, key, x), lambda: getattr(owner, key), value)
+@pytest.mark.parametrize("schedule", [CALL, "1f1b"])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_workers_see_a_setting_of_the_process_as_it_is_then(name: str, schedule: str) -> None:
+    """It is set around a step, or around the forward only of a call."""
+    setting, way = SETTINGS[name], Way(schedule, "always")
+    seen: dict[bool, set[Any]] = {False: set(), True: set()}
 
+    def see(x: Tensor) -> Tensor:
+        seen[is_recomputing()].add(setting.see())
+        return x.sin()
 
-def with_block(name: str, block: Block, see: Callable[[], Any], value: Any) -> Setting:
-    """Makes a setting of which torch has only a block."""
-    stack = contextlib.ExitStack()
-
-    def enter(to: Any) -> None:
-        stack.enter_context(block()) if to == value else stack.close()
-
-    return Setting(name, enter, see, value)
-
-
-torch_: Any = torch  # what torch does not type
-cuda, cudnn, mkldnn = torch.backends.cuda, torch.backends.cudnn, torch.backends.mkldnn
-OF_THE_PROCESS = [
-    Setting("set_default_dtype", torch.set_default_dtype, torch.get_default_dtype, torch.float64),
-    Setting("use_deterministic_algorithms", torch.use_deterministic_algorithms,
-            torch.are_deterministic_algorithms_enabled, True),
-    attribute("fill_uninitialized_memory", deterministic, "fill_uninitialized_memory", False),
-    Setting("set_detect_anomaly", torch.autograd.set_detect_anomaly, torch.is_anomaly_enabled,
-            True),
-    Setting("set_float32_matmul_precision", torch.set_float32_matmul_precision,
-            torch.get_float32_matmul_precision, "medium"),
-    Setting("set_warn_always", torch.set_warn_always, torch.is_warn_always_enabled, True),
-    *[
-        Setting("sdpa_kernel", getattr(cuda, f"enable_{kind}_sdp"),
-                getattr(cuda, f"{kind}_sdp_enabled"), False)
-        for kind in ("flash", "mem_efficient", "math", "cudnn")
-    ],
-    attribute("torch.backends", cudnn, "enabled", False),
-    attribute("torch.backends", cudnn, "benchmark", True),
-    attribute("torch.backends", cudnn, "deterministic", True),
-    attribute("torch.backends", cuda.matmul, "allow_tf32", True),
-    attribute("torch.backends", mkldnn, "enabled", False),
-    attribute("torch.backends", torch.backends.opt_einsum, "strategy", "optimal"),
-    Setting("torch.backends", torch.backends.mha.set_fastpath_enabled,
-            torch.backends.mha.get_fastpath_enabled, False),
-    with_block("check_sparse_tensor_invariants",
-               lambda: torch_.sparse.check_sparse_tensor_invariants(True),
-               torch_.sparse.check_sparse_tensor_invariants.is_enabled, True),
-    with_block("set_checkpoint_early_stop", lambda: checkpoint.set_checkpoint_early_stop(False),
-               lambda: checkpoint._enable_checkpoint_early_stop, False),
-]  # fmt: skip
-OF_A_THREAD = [
-    with_block("set_multithreading_enabled",
-               lambda: torch.autograd.set_multithreading_enabled(False),
-               torch._C._is_multithreading_enabled, False),
-    with_block("disable_saved_tensors_hooks",
-               lambda: torch.autograd.graph.disable_saved_tensors_hooks("disabled"),
-               torch_._C._autograd._saved_tensors_hooks_is_enabled, False),
-    with_block("DisableTorchFunctionSubclass", torch._C.DisableTorchFunctionSubclass,
-               torch._C._is_torch_function_enabled, False),
-    with_block("optimized_execution", lambda: torch_.jit.optimized_execution(False),
-               torch._C._get_graph_executor_optimize, False),
-]  # fmt: skip
-
-
-class Seeing(nn.Linear):
-    """Notes a setting in its forward and in its recomputation."""
-
-    def __init__(self, setting: Setting) -> None:
-        super().__init__(3, 3, dtype=torch.float64)
-        self.setting = setting
-        self.seen: dict[str, set[Any]] = {"F": set(), "R": set()}
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen["R" if is_recomputing() else "F"].add(self.setting.see())
-        return super().forward(x)
-
-
-def seen(setting: Setting, way: Way) -> dict[str, set[Any]]:
-    """Returns what layers see if it is set around a step, or around the forward only in a call."""
-    layer = Seeing(setting)
-    x = torch.randn(4, 3, dtype=torch.float64)
-    with piped(nn.Sequential(linear(3, 3), layer), [1, 1], way, chunks=2) as pipe:
-        pipe(x)  # the workers are there before
-        layer.seen["F"].clear()
+    later = setting.see() if schedule == CALL else setting.inside
+    with piped(nn.Sequential(linear(3, 3), Apply(see)), [1, 1], way, chunks=2) as pipe:
         with inside(setting):
-            if way.schedule == CALL:
-                loss = pipe(x).sum()
-            else:
-                take_step(pipe, way, x)
-        if way.schedule == CALL:
+            x = torch.randn(4, 3, dtype=torch.float64)
+            loss = pipe(x).sum() if schedule == CALL else take_step(pipe, way, x)
+        if schedule == CALL:
             loss.backward()
-    return layer.seen
-
-
-of_ways = pytest.mark.parametrize("way", [Way(CALL, "always"), Way("1f1b", "always")], ids=str)
-
-
-@of_ways
-@pytest.mark.parametrize("setting", OF_THE_PROCESS, ids=lambda setting: setting.name)
-@pytest.mark.filterwarnings("ignore:Anomaly Detection", "ignore:TF32")
-def test_workers_see_a_setting_of_the_process_as_it_is_then(setting: Setting, way: Way) -> None:
-    later = setting.see() if way.schedule == CALL else setting.inside
-    assert seen(setting, way) == {"F": {setting.inside}, "R": {later}}
-
-
-@of_ways
-@pytest.mark.parametrize("setting", OF_A_THREAD, ids=lambda setting: setting.name)
-def test_workers_do_not_see_these_settings_of_the_callers(setting: Setting, way: Way) -> None:
-    assert seen(setting, way) == {"F": {setting.see()}, "R": {setting.see()}}
+    assert seen == {False: {setting.inside}, True: {later}}
 
 
 # Around one of forward and backward ---------------------------------------------------------------
@@ -247,7 +166,7 @@ def test_an_error_of_a_recomputation_says_which_settings_have_changed(any_model:
         pipert.Pipe(module, [1, 1], **options)
     )  # fmt: skip
     with made as pipe:
-        with inside(OF_THE_PROCESS[0]):
+        with inside(SETTINGS["default dtype"]):
             loss = pipe(torch.randn(4, 3, dtype=torch.float64)).sum()
         with pytest.raises(RuntimeError, match="same dtype") as caught:
             loss.backward()

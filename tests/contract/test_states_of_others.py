@@ -6,8 +6,6 @@
 from __future__ import annotations
 
 import random
-import signal
-import textwrap
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -19,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from pipert import Pipe, RecomputationError, pipeline
-from tests import scripts
 from tests.contract.ways import CALL, Way, piped, take_step
 from tests.layers import Apply
 
 PATIENCE = 5.0  # s
+
 Draw = Callable[[], float]
 
 
@@ -171,26 +169,3 @@ def test_hooks_of_a_model_run_for_each_micro_batch_and_those_of_a_pipe_once(
     once = {"pipe": 1} if schedule == CALL else {}
     of_model = chunks if kind == "pipeline" else len(once)
     assert +calls == +Counter({**once, "model": of_model, "model, backward": of_model})
-
-
-@pytest.mark.slow  # starts a process that compiles
-def test_torch_2_11_crashes_when_it_compiles_after_the_thread_that_compiled_has_ended() -> None:
-    script = """
-        import threading, torch
-        from torch import nn
-
-        layer = torch.compile(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), backend="eager")
-
-        def call(rows):
-            layer(torch.randn(rows, 4))
-
-        for rows in (4, 6):
-            thread = threading.Thread(target=call, args=(rows,))
-            thread.start()
-            thread.join()
-        call(8)
-        print("right")
-    """
-    found = scripts.run(textwrap.dedent(script), fresh=True)
-    crashes = torch.__version__.startswith("2.11.")
-    assert (found.returncode == -signal.SIGSEGV) if crashes else found.stdout == "right\n"

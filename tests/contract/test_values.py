@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from pipert import Pipe
 from tests.contract.ways import (
@@ -31,7 +30,6 @@ from tests.contract.ways import (
     piped,
     same,
     take_step,
-    ways,
 )
 from tests.layers import Apply, Labelled, product
 
@@ -103,18 +101,6 @@ def test_the_output_may_be_any_pytree(kind: str, way: Way) -> None:
     assert_equal(module, [1, 2], way, batch(7), loss_fn=lambda y, _: mean(take(y), None))
 
 
-@pytest.mark.layered  # a call of any model refuses single numbers
-@ways
-def test_outputs_of_all_micro_batches_are_put_together_like_those_of_a_call(way: Way) -> None:
-    last = Apply(lambda x: {"rows": x, "sum": x.sum(), "best": x.argmax(1), "none": None})
-    module, x = nn.Sequential(linear(3, 3), last), batch(7)
-    with piped(module, [1, 1], way) as pipe:
-        loss = Apply(lambda y, _: mean(y["rows"], None))
-        _, outputs = take_step(pipe, way, x, loss_fn=loss, return_outputs=True)
-        with torch.no_grad():
-            same(outputs, pipe(x))
-
-
 class Cache:
     """An object that is no pytree, like a language model's cache of keys and values."""
 
@@ -175,41 +161,6 @@ def test_a_function_that_has_bound_a_tensor_of_the_graph_is_refused_in_a_step(
         with pytest.raises(TypeError, match=f"has {found} .*put its tensors into a tuple"):
             take_step(pipe, way, batch(7))
     assert set(grads_of(module).values()) == {None}
-
-
-class RegisteredCache(Cache):
-    """A cache registered as a pytree, as transformers may register its ``DynamicCache``."""
-
-
-pytree.register_pytree_node(
-    RegisteredCache,
-    lambda cache: ([cache.layers[0]["keys"]], None),
-    lambda keys, _: RegisteredCache(*keys),
-)
-
-
-@each_way
-@pytest.mark.parametrize("chunks", [1, 3])
-def test_outputs_whose_rows_are_another_dimension_are_refused(chunks: int, way: Way) -> None:
-    module, x = nn.Sequential(linear(3, 4), Apply(Tensor.t)), batch(7)
-    with piped(module, [1, 1], way, chunks) as pipe:
-        if chunks == 1:
-            _, output = take_step(pipe, way, x, return_outputs=True)
-            same(output, module(x))
-            return
-        with pytest.raises(ValueError, match=r"has \[4, 4, 4\] in micro-batches of \[3, 2, 2\]"):
-            take_step(pipe, way, x, return_outputs=True)
-    assert set(grads_of(module).values()) == {None}
-
-
-@each_way
-def test_a_state_of_a_recurrent_layer_is_refused_as_an_output(way: Way) -> None:
-    recurrent = nn.LSTM(3, 4, num_layers=2, batch_first=True, dtype=torch.float64)
-    module = nn.Sequential(nn.Unflatten(1, (1, 3)), recurrent)
-    with piped(module, [1, 1], way) as pipe:
-        with pytest.raises(ValueError, match=r"output\[1\]\[0\] must have as many rows"):
-            loss = Apply(lambda y, _: mean(y[0], None))
-            take_step(pipe, way, batch(7), loss_fn=loss, return_outputs=True)
 
 
 # Layers that work in place, at the beginning of a partition.

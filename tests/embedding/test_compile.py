@@ -6,6 +6,7 @@ The backends ``eager`` and ``aot_eager`` do all that a pipe could get wrong, wit
 from __future__ import annotations
 
 import copy
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +24,9 @@ pytestmark = [
     # Of dynamo: about itself, and of NumPy, which need not be there.
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning"),
 ]
+
+WAIT = 30.0  # s; what should happen at once is given up after it
+NEVER = 0.2  # s; how long to wait for what must not happen
 
 same = torch.testing.assert_close
 MODES = ["always", "except_last", "never"]
@@ -114,34 +118,6 @@ def test_layers_are_really_compiled(recipe: str) -> None:
     assert graphs and threading.get_ident() not in graphs
 
 
-def test_a_second_call_and_its_recomputations_compile_nothing() -> None:
-    graphs: list[int] = []
-
-    def backend(graph: Any, _: Any) -> Any:
-        graphs.append(threading.get_ident())
-        return graph.forward
-
-    module = compiled_children(blocks(2), backend=backend, dynamic=False)
-    with pipe_of(module, checkpoint="always") as pipe:
-        pipe(batch(6))
-        before = len(graphs)
-        step(pipe, batch(6))
-    assert len(graphs) == before
-
-
-def test_workers_compile_under_the_callers_settings_of_dynamo() -> None:
-    limits: list[int] = []
-
-    def backend(graph: Any, _: Any) -> Any:
-        limits.append(torch._dynamo.config.recompile_limit)
-        return graph.forward
-
-    with pipe_of(compiled_children(blocks(2), backend=backend)) as pipe:
-        with torch._dynamo.config.patch(recompile_limit=77):
-            pipe(batch(6))
-    assert set(limits) == {77}
-
-
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
 def test_compiled_norms_have_their_statistics_deferred(checkpoint: str) -> None:
     plain = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).double()
@@ -203,21 +179,133 @@ def test_a_pipe_that_is_compiled_is_refused_with_the_recipe(how: str) -> None:
             WHOLE[how](pipe)(batch(6))
 
 
-def test_a_compiled_function_may_call_a_pipe_that_is_left_out_of_it() -> None:
-    plain = blocks(2)
-    with pipe_of(copy.deepcopy(plain), checkpoint="always") as pipe:
-        compiler: Any = torch.compiler
-        left_out = compiler.disable(pipe)
+# What is compiled at once -------------------------------------------------------------------------
 
-        def loss_of(model: nn.Module, x: Tensor) -> Any:
-            return model(x * 2).square().sum()
 
-        compiled = torch.compile(loss_of, backend="aot_eager")
-        for rows in (6, 7):
-            x = batch(rows)
-            losses = [compiled(left_out, x), loss_of(plain, x)]
-            for loss in losses:
-                loss.backward()
-            same(*losses)
-    for p, q in zip(pipe.parameters(), plain.parameters(), strict=True):
-        same(p.grad, q.grad)
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_threads_that_compile_at_once_get_the_plain_models_results(backend: str) -> None:
+    """Forward, backward and recompilation in four threads that a barrier keeps together."""
+    plain = blocks(4)
+    compiled = compiled_children(copy.deepcopy(plain), backend=backend)
+    together = threading.Barrier(4)
+    errors: list[BaseException] = []
+
+    def work(k: int) -> None:
+        try:
+            for rows in (3, 4, 1):
+                x = batch(rows + k)
+                together.wait(WAIT)
+                same(step(compiled[k], x), step(plain[k], x))
+        except BaseException as error:  # noqa: B036  raised below
+            together.abort()
+            errors.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=work, args=(k,)) for k in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not errors, errors
+
+
+def test_one_worker_compiles_at_a_time() -> None:
+    inside: list[int] = []
+    most: list[int] = []
+    entered = threading.Event()
+
+    def backend(graph: Any, _: Any) -> Any:
+        inside.append(1)
+        most.append(len(inside))
+        entered.wait(NEVER)  # gives others the time to come in
+        inside.pop()
+        return graph.forward
+
+    layers: list[Any] = [
+        torch.compile(nn.Linear(8, 8).double(), backend=backend) for _ in range(4)
+    ]
+    halves = [nn.Sequential(*layers[:2]), nn.Sequential(*layers[2:])]
+    pipes = [Pipe(half, [1, 1], devices=["cpu"] * 2, chunks=3) for half in halves]
+    threads = [threading.Thread(target=pipe, args=(batch(6),)) for pipe in pipes]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT)
+    for pipe in pipes:
+        pipe.close()
+    assert max(most) == 1
+
+
+def test_compiled_code_runs_while_another_worker_compiles() -> None:
+    """F[1,0] is compiled, for a micro-batch of one row, until F[0,1] has run what it has got."""
+    ran, compiling = threading.Event(), threading.Event()
+    waited: list[bool] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        if order:
+            compiling.set()
+            waited.append(ran.wait(WAIT))
+        return graph.forward
+
+    class Wait(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            assert not order or compiling.wait(WAIT)
+            return x
+
+    class Ran(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            ran.set()
+            return x
+
+    order = False
+    first: Any = torch.compile(nn.Linear(8, 8).double(), backend=backend, dynamic=False)
+    last: Any = torch.compile(nn.Linear(8, 8).double(), backend="eager", dynamic=False)
+    module = nn.Sequential(first, Wait(), last, Ran())
+    with Pipe(module, [1, 3], devices=["cpu"] * 2, chunks=2) as pipe, torch.no_grad():
+        pipe(batch(4))  # two rows each
+        ran.clear()
+        order = True
+        pipe(batch(3))
+    assert waited == [True]
+
+
+# Random numbers -----------------------------------------------------------------------------------
+
+
+def drawn_after(race: bool) -> Tensor:
+    """What the caller draws after a run in which F[1,0] compiles while F[0,1] draws."""
+    torch._dynamo.reset()
+    compiling, drawn = threading.Event(), threading.Event()
+    compilations: list[int] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        compilations.append(1)
+        if len(compilations) == 2:  # for a micro-batch of one row
+            compiling.set()
+            drawn.wait(NEVER if race else 0)
+        return graph.forward
+
+    class Noise(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if race:
+                assert compiling.wait(WAIT)
+            y = x + torch.rand_like(x)
+            drawn.set()
+            return y
+
+    first: Any = torch.compile(nn.Linear(8, 8).double(), backend=backend, dynamic=False)
+    module = nn.Sequential(first, Noise())
+    with Pipe(module, [1, 1], devices=["cpu"] * 2, chunks=2, checkpoint="never") as pipe:
+        torch.manual_seed(1)
+        with torch.no_grad():
+            pipe(batch(3))
+    assert len(compilations) == 2
+    return torch.rand(3)
+
+
+def test_a_compilation_does_not_undo_another_workers_draws() -> None:
+    assert torch.equal(drawn_after(race=True), drawn_after(race=False))

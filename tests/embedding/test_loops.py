@@ -16,11 +16,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils import clip_grad_norm_, parametrize
+from torch.nn.utils.parametrizations import orthogonal, weight_norm
 from torch.optim import SGD, AdamW, Optimizer, swa_utils
 from torch.optim.swa_utils import AveragedModel, update_bn
 
-from pipert import Pipe
+from pipert import Pipe, RecomputationError
 
 Agree = Callable[..., None]
 
@@ -272,3 +273,59 @@ def test_an_anomaly_is_traced_to_the_line_of_the_layer(
             loss_of(pipe, *next(batches(1))).backward()
     line = "return torch.sqrt(x * 0)  # the line that anomaly detection has"
     assert any("Traceback of forward call" in each and line in each for each in anomalies)
+
+
+# Parametrizations ---------------------------------------------------------------------------------
+
+
+class Symmetric(nn.Module):
+    """A parametrization that saves nothing for the backward."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight.triu() + weight.triu(1).transpose(-1, -2)
+
+
+class Bounded(nn.Module):
+    """A parametrization that saves its result for the backward."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return torch.tanh(weight)
+
+
+PARAMETRIZATIONS: dict[str, Register] = {
+    "weight norm": lambda layer: weight_norm(layer),
+    "orthogonal": lambda layer: orthogonal(layer),
+    "symmetric": lambda layer: parametrize.register_parametrization(layer, "weight", Symmetric()),
+    "bounded": lambda layer: parametrize.register_parametrization(layer, "weight", Bounded()),
+}
+
+
+def six_wide(kind: str) -> nn.Sequential:
+    layers = [nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 3)]
+    for k in (0, 2):
+        PARAMETRIZATIONS[kind](layers[k])
+    return nn.Sequential(*layers).double()
+
+
+@pytest.mark.pairwise
+@modes
+@pytest.mark.parametrize("kind", PARAMETRIZATIONS)
+def test_a_parametrized_model_trains_as_without_a_pipe(
+    agree: Agree, kind: str, checkpoint: str
+) -> None:
+    agree(train, six_wide(kind), checkpoint=checkpoint)
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["backward outside", "backward inside"])
+@pytest.mark.parametrize("checkpoint", ["always", "except_last"])
+def test_a_cached_parametrization_is_refused_where_it_is_recomputed(
+    checkpoint: str, inside: bool
+) -> None:
+    module = six_wide("bounded")
+    with Pipe(module, [2, 3], devices=["cpu"] * 2, chunks=3, checkpoint=checkpoint) as pipe:
+        with pytest.raises(RecomputationError, match="checkpoint='never'"):
+            with parametrize.cached():
+                loss = pipe(next(batches(1))[0]).sum()
+                if inside:
+                    loss.backward()
+            loss.backward()

@@ -101,31 +101,6 @@ def test_the_loss_may_be_compiled() -> None:
     same(grads_of(module), grads_of(plain))
 
 
-def test_a_compiled_layer_that_draws_gives_the_same_bits_from_a_seed() -> None:
-    def gradients() -> Any:
-        torch._dynamo.reset()
-        torch.manual_seed(3)
-        drawing = nn.Sequential(Block(), nn.Dropout(0.5))
-        module, x = nn.Sequential(Block(), drawing, nn.Dropout(0.5), Block()), batch(8)
-        module[1].compile(backend="aot_eager")
-        torch.manual_seed(5)
-        return step(module, Way("1f1b", "never"), x), grads_of(module)
-
-    same(gradients(), gradients(), rtol=0, atol=0)
-
-
-def test_a_hook_on_a_parameter_of_a_compiled_layer_is_called_once() -> None:
-    module: Any = nn.Sequential(*[Block() for _ in range(4)])
-    plain, seen, x = copy.deepcopy(module), list[Tensor](), batch(7)
-    module[1].compile(backend="aot_eager")
-    module[1].first.weight.register_hook(seen.append)
-    step(module, Way("1f1b", "never"), x)
-    mean(plain(x), None).backward()
-    same(grads_of(module), grads_of(plain))
-    assert len(seen) == 1
-    same(seen[0], plain[1].first.weight.grad)
-
-
 def test_a_step_under_compiled_autograd_is_refused() -> None:
     module, x = nn.Sequential(linear(3, 3), linear(3, 3)), batch(4)
     with Pipe(module, [1, 1], devices=["cpu"] * 2, chunks=2, checkpoint="never") as pipe:

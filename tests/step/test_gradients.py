@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.testing._internal.two_tensor import TwoTensor
 
 from pipert import Pipe, pipeline
-from pipert.stage.gradients import Gradients, delivery
+from pipert.stage.gradients import Gradients
 
 
 @pytest.mark.parametrize(
@@ -40,35 +40,6 @@ def test_memory_shared_with_the_first_gradient_is_never_changed(
     assert memory.eq(1).all()
     ((_, total),) = sums.take()
     assert total.eq(3).all()
-
-
-@pytest.mark.parametrize("of_first", [torch.channels_last, torch.contiguous_format])
-@pytest.mark.parametrize("of_weight", [torch.channels_last, torch.contiguous_format])
-def test_a_sum_is_laid_out_as_its_weight(
-    of_weight: torch.memory_format, of_first: torch.memory_format
-) -> None:
-    weight = torch.ones(2, 3, 4, 4).to(memory_format=of_weight).requires_grad_()
-    sums = Gradients()
-    for _ in range(3):
-        sums.add([weight], [torch.ones(2, 3, 4, 4).to(memory_format=of_first)])
-    ((_, total),) = sums.take()
-    assert total.stride() == weight.stride() and total.eq(3).all()
-
-
-def _used_before(make: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *args, **kwargs: make(*args, **kwargs).fill_(float("nan"))
-
-
-@pytest.mark.cuda
-def test_anomaly_detection_finds_nothing_in_memory_that_was_used_before(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for name in ("empty", "empty_like"):
-        monkeypatch.setattr(torch, name, _used_before(getattr(torch, name)))
-    weights = [torch.ones(2, device=device, requires_grad=True) for device in ("cpu", "cuda")]
-    with torch.autograd.set_detect_anomaly(True):
-        torch.autograd.backward(delivery([(w, torch.ones_like(w)) for w in weights]))
-    assert [weight.grad is not None and weight.grad.tolist() for weight in weights] == [[1, 1]] * 2
 
 
 @pytest.mark.cuda

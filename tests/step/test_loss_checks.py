@@ -180,25 +180,3 @@ def test_a_loss_function_is_called_once_for_each_micro_batch_after_it_is_known()
             calls.append(0)
             pipe.forward_backward(X, target=Y, loss_fn=loss)
     assert calls == [0, 2, 2, 2, 2, 1, 1, *[0, 2, 2, 2, 2] * 7]
-
-
-class Running(nn.Module):
-    """A loss with a statistic that each micro-batch updates."""
-
-    rows: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("rows", torch.zeros((), dtype=torch.int64))
-
-    def forward(self, y: Tensor, t: Tensor) -> Tensor:
-        self.rows += len(t)
-        return F.cross_entropy(y, t)
-
-
-def test_a_loss_is_looked_at_without_an_effect_on_its_buffers() -> None:
-    loss = Running()
-    module = nn.Sequential(linear(3, 3), linear(3, 3))
-    with Pipe(module, [1, 1], devices=["cpu", "cpu"], chunks=4) as pipe:
-        pipe.forward_backward(X, target=Y, loss_fn=loss)
-    assert loss.rows == len(X)

@@ -13,7 +13,6 @@ import pipert
 from pipert import Pipe
 from pipert._torch import node_count
 from pipert.autograd import weight_gradients, weight_uses
-from pipert.autograd.engine import differentiate
 from pipert.autograd.leaves import leaves_behind
 from pipert.autograd.weight_gradients import Deferral
 from pipert.autograd.weight_uses import find_uses
@@ -96,38 +95,6 @@ def test_an_input_that_is_changed_before_w_is_refused() -> None:
             pipe.forward_backward(x, loss_fn=mean, schedule="zb-h1")
 
 
-class HooksItsNode(nn.Module):
-    """Doubles the gradients that the node of its product returns."""
-
-    def __init__(self, before: bool) -> None:
-        super().__init__()
-        self.inner, self.before = linear(3, 3), before
-
-    def forward(self, x: Tensor) -> Tensor:
-        def double(gradients: Any, _: object = None) -> tuple[Tensor | None, ...]:
-            return tuple([None if each is None else 2 * each for each in gradients])
-
-        y = self.inner(x)
-        if self.before:
-            y.grad_fn.register_prehook(double)
-        else:
-            y.grad_fn.register_hook(double)
-        doubled: Tensor = y * 1
-        return doubled
-
-
-@pytest.mark.parametrize("before", [False, True])
-def test_a_hook_of_the_node_of_a_use_changes_the_gradient_of_the_weight(before: bool) -> None:
-    layers = nn.Sequential(linear(3, 3), HooksItsNode(before), linear(3, 3))
-    x = torch.randn(6, 3, dtype=torch.float64)
-    torch.autograd.backward(mean(layers(x), None))
-    expected = grads_of(layers)
-    layers.zero_grad()
-    with piped("Pipe", layers) as pipe:
-        pipe.forward_backward(x, loss_fn=mean, schedule="zb-h1")
-    same(grads_of(layers), expected)
-
-
 class HooksItsHead(nn.Module):
     """Its own code doubles the gradients that the node of its head's output gets or returns."""
 
@@ -170,122 +137,6 @@ def test_uses_in_a_graph_of_the_caller_s_are_not_put_off() -> None:
     assert any(leaf is callers.weight for leaf in Deferral(behind, ends).leaves)
 
 
-class WeighsByAGradient(nn.Module):
-    """Goes backward through a product, from a hook, while the step goes backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(3, 3, bias=False, dtype=torch.float64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        side = self.inner(x)
-        other = (side * 5).sum()
-        out = (x * 1).requires_grad_() * 2
-
-        def weigh(grad: Tensor) -> Tensor:
-            (found,) = torch.autograd.grad(other, self.inner.weight, retain_graph=True)
-            weighed: Tensor = grad * found.norm()
-            return weighed
-
-        out.register_hook(weigh)  # type: ignore[no-untyped-call]
-        y: Tensor = out + side
-        return y
-
-
-class WeighsAtItsEnd(nn.Module):
-    """The same, through the product that is the end of the partition."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.inner = layer
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.inner(x)
-        other = (y * 5).sum()
-        weights = list(self.inner.parameters())
-
-        is_inner: list[bool] = []
-
-        def weigh(grad: Tensor) -> Tensor:
-            if is_inner:
-                return grad
-            is_inner.append(True)
-            found = torch.autograd.grad(other, weights, retain_graph=True)
-            is_inner.clear()
-            weighed: Tensor = grad * found[0].norm()
-            return weighed
-
-        y.register_hook(weigh)  # type: ignore[no-untyped-call]
-        return y
-
-
-@pytest.mark.parametrize("checkpoint", ["never", "always"])
-@pytest.mark.parametrize("kind", ["Linear", "Conv1d"])
-def test_a_backward_through_the_end_within_the_backward_changes_nothing(
-    kind: str, checkpoint: str
-) -> None:
-    make: Any = {
-        "Linear": lambda: nn.Linear(3, 3, bias=False, dtype=torch.float64),
-        "Conv1d": lambda: nn.Conv1d(4, 4, 1, dtype=torch.float64),
-    }[kind]
-    x, found = torch.randn(4, 4, 3, dtype=torch.float64), list[Any]()
-    x = x if kind == "Conv1d" else x[0]
-    for schedule in ("1f1b", "zb-h1"):
-        torch.manual_seed(0)
-        layers = nn.Sequential(WeighsAtItsEnd(make()), linear(3, 3))
-        with piped("Pipe", layers, chunks=2, checkpoint=checkpoint) as pipe:
-            pipe.forward_backward(x, loss_fn=mean, schedule=schedule)
-        found.append(grads_of(layers))
-    same(found[1], found[0], rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("first", [nn.Identity, lambda: linear(3, 3)])
-def test_a_backward_within_the_backward_changes_nothing(first: Any) -> None:
-    x = torch.randn(4, 3, dtype=torch.float64)
-    found = []
-    for schedule in ("1f1b", "zb-h1"):
-        torch.manual_seed(0)
-        layers = nn.Sequential(first(), WeighsByAGradient(), linear(3, 3))
-        with piped("Pipe", layers, chunks=1) as pipe:
-            pipe.forward_backward(x, loss_fn=mean, schedule=schedule)
-        found.append(grads_of(layers))
-    same(found[1], found[0], rtol=1e-12, atol=1e-12)
-
-
-class FreezesInBackward(nn.Module):
-    """Freezes another layer, or a weight, once gradients arrive."""
-
-    def __init__(self, other: Any) -> None:
-        super().__init__()
-        self.other = [other]
-
-    def forward(self, x: Tensor) -> Tensor:
-        def freeze(grad: Tensor) -> None:
-            self.other[0].requires_grad_(False)
-
-        y = x * 1
-        y.register_hook(freeze)  # type: ignore[no-untyped-call]
-        return y
-
-
-def test_a_weight_that_is_frozen_before_its_gradient_is_computed_gets_none() -> None:
-    frozen = nn.Linear(3, 3, bias=False, dtype=torch.float64)
-    layers = nn.Sequential(linear(3, 3), FreezesInBackward(frozen), frozen, linear(3, 3))
-    with piped("Pipe", layers, chunks=1) as pipe:
-        x = torch.randn(6, 3, dtype=torch.float64)
-        pipe.forward_backward(x, loss_fn=mean, schedule="zb-h1")
-    assert frozen.weight.grad is None and layers[0].weight.grad is not None
-
-
-def test_a_bias_keeps_its_gradient_if_the_weight_beside_it_is_frozen() -> None:
-    partly = nn.Conv1d(3, 3, 1, dtype=torch.float64)  # whose bias is put off with the weight
-    layers = nn.Sequential(linear(3, 3), FreezesInBackward(partly.weight), partly, linear(3, 3))
-    with piped("Pipe", layers, chunks=1) as pipe:
-        x = torch.randn(6, 3, 3, dtype=torch.float64)
-        pipe.forward_backward(x, loss_fn=mean, schedule="zb-h1")
-    assert partly.weight.grad is None and grads_of(partly)["bias"] is not None
-
-
 class Counts(nn.Module):
     def __init__(self, inputs: Activations) -> None:
         super().__init__()
@@ -311,16 +162,3 @@ def test_memory_is_freed_weight_by_weight(monkeypatch: pytest.MonkeyPatch) -> No
             torch.randn(6, 3, dtype=torch.float64), loss_fn=mean, schedule="zb-h1"
         )
     assert alive == [5, 4, 3, 2, 1]
-
-
-def test_a_gradient_that_is_kept_keeps_no_larger_one() -> None:
-    layer, x = linear(3, 3), torch.randn(2, 3, dtype=torch.float64)
-    y = torch.cat([layer(x), torch.randn(2, 1000, dtype=torch.float64)], 1)
-    ends: Any = [y.grad_fn]
-    put_off = Deferral(leaves_behind(ends), ends)
-
-    def run(wanted: Any, ys: Any, dys: Any) -> Any:
-        return differentiate(ys, wanted, dys)
-
-    _, (later,) = put_off.differentiate(run, put_off.leaves, [y], [torch.ones_like(y)])
-    assert later.dy.untyped_storage().nbytes() == 2 * 3 * 8

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipert import Pipe, Replicate, pipeline
+from pipert import Pipe, pipeline
 from tests.contract.ways import MODES, grads_of, linear, mean
 from tests.layers import Apply
 
@@ -152,16 +152,6 @@ def test_outputs_are_a_list_with_one_for_each(kind: str) -> None:
 
 
 @kinds
-def test_one_micro_batch_gives_a_list_of_one_output(kind: str) -> None:
-    (x,) = rows([(3, 2)])
-    with a_pipe(kind, a_model()) as pipe:
-        _, outputs = pipe.forward_backward(
-            microbatches=(each for each in [x]), loss_fn=lambda y, t: y.sum(), return_outputs=True
-        )
-    assert type(outputs) is list and [y.shape for y in outputs] == [(3, 2, 2)]
-
-
-@kinds
 def test_rows_of_the_arguments_need_not_agree(kind: str) -> None:
     model, xs = a_model(), rows()
     biases = [torch.randn(k, dtype=torch.float64) for k in (7, 1, 2, 9)]
@@ -171,17 +161,6 @@ def test_rows_of_the_arguments_need_not_agree(kind: str) -> None:
     with a_pipe(kind, model) as pipe:
         loss = pipe.forward_backward(microbatches=batch, target=rows(width=2), loss_fn=loss_fn)
     same((loss, grads(model)), expected)
-
-
-@kinds
-def test_what_is_replicated_is_unwrapped_as_in_any_call(kind: str) -> None:
-    (x,) = rows([(2, 2)])
-    with a_pipe(kind, a_model()) as pipe:
-        expected = pipe.forward_backward(x, SCALE, loss_fn=lambda y, _: y.sum())
-        loss = pipe.forward_backward(
-            microbatches=[(x, Replicate(SCALE))], loss_fn=lambda y, _: y.sum()
-        )
-    same(loss, expected)
 
 
 class Taking(Entry):
@@ -226,17 +205,6 @@ def test_inputs_get_their_gradients_through_the_caller_s_graph(kind: str) -> Non
         pipe.forward_backward(microbatches=batch, target=targets, loss_fn=loss_fn)
     same([x.grad for x in (weight, *xs)], [x.grad for x in (other, *own)])
     assert xs[0].grad is None and xs[1].grad is not None
-
-
-@kinds
-def test_running_statistics_are_those_of_all_rows_if_deferred(kind: str) -> None:
-    xs = [x.squeeze(1) for x in rows([(3, 1), (5, 1), (2, 1)])]
-    norms = [nn.BatchNorm1d(4, dtype=torch.float64) for _ in range(2)]
-    model, plain = map(a_model, norms)
-    plain(torch.cat(xs))
-    with a_pipe(kind, model, deferred_batch_norm=True) as pipe:
-        pipe.forward_backward(microbatches=xs, loss_fn=lambda y, _: y.sum(), reduction="sum")
-    same(dict(norms[0].named_buffers()), dict(norms[1].named_buffers()))
 
 
 # What is refused, and what is left behind ---------------------------------------------------------

@@ -110,30 +110,11 @@ def test_an_error_of_the_loss_says_which_task_it_was() -> None:
     ]
 
 
-def test_a_loss_function_given_by_position_is_answered_with_how_to_give_it() -> None:
-    with Steps(lambda *_: None).pipe as pipe:
-        with pytest.raises(TypeError, match=r"loss_fn must be given, and by keyword, like the"):
-            pipe.forward_backward(rows(4), rows(4), functional.mse_loss)
-
-
 @pytest.mark.parametrize(("target", "name"), [(rows(3), "target"), ({"y": rows(3)}, "target['y']")])
 def test_a_target_with_other_rows_than_the_input_is_named(target: Any, name: str) -> None:
     with Steps(lambda *_: None).pipe as pipe, pytest.raises(ValueError) as caught:
         pipe.forward_backward(rows(4), target=target, loss_fn=functional.mse_loss)
     assert f"args[0] has 4 and {name} has 3;" in str(caught.value)
-
-
-@pytest.mark.layered
-def test_arguments_that_the_first_layer_does_not_take_are_refused_by_python() -> None:
-    with Pipe(nn.Sequential(nn.Linear(3, 3)), [1], devices=["cpu"], chunks=2) as pipe:
-        given: list[tuple[Any, Any]] = [([rows(4)], {}), ([], {"labels": rows(4)})]
-        for args, kwargs in given:
-            with pytest.raises(TypeError, match="Linear.forward()"):
-                pipe.forward_backward(rows(4), *args, loss_fn=functional.mse_loss, **kwargs)
-        with pytest.raises(TypeError) as caught:
-            pipe.forward_backward(rows(4), loss_fn=functional.cross_entropy)
-        (note,) = caught.value.__notes__
-        assert "loss_fn" in note and note.endswith("got no target: does the call lack target=...?")
 
 
 @pytest.mark.parametrize("phase", ["forward", "recomputation", "backward"])

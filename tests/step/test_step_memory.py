@@ -184,15 +184,6 @@ def test_after_a_step_whose_outputs_are_kept_nothing_else_is_left(checkpoint: st
         assert not outputs.requires_grad
 
 
-def test_after_a_step_with_hooked_parameters_nothing_of_it_is_left() -> None:
-    setting = Setting("never")
-    with setting.pipe as pipe:
-        weight = next(pipe[2].parameters())
-        weight.register_hook(lambda grad: grad * 2)  # type: ignore[no-untyped-call]
-        setting.step()
-        assert setting.seen.left() == 0
-
-
 @modes
 def test_an_idle_worker_keeps_nothing_of_the_step_while_others_are_at_work(
     checkpoint: str,

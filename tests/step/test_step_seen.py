@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import threading
 from collections import Counter
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._C._profiler import _ExperimentalConfig
 from torch.nn import functional
-from torch.profiler import ProfilerActivity, profile
 
 from pipert import Pipe, RunInfo, Timeline
 from tests.layers import Apply
@@ -25,7 +20,6 @@ from tests.step.faulty import acting
 M, N = 4, 3
 EACH = {(i, j) for i in range(M) for j in range(N)}
 MODES = [("always", M), ("except_last", M - 1), ("never", 0)]
-WAIT = 10.0  # s
 X, Y = torch.arange(24.0).reshape(8, 3) / 24, torch.ones(8, 3)
 
 modes = pytest.mark.parametrize(("checkpoint", "recomputed"), MODES)
@@ -107,32 +101,6 @@ def test_a_step_whose_last_task_failed_is_left_out_of_the_report(phase: str) -> 
     assert (timeline.report().calls, timeline.report().incomplete) == (1, 1)
 
 
-# Statistics ---------------------------------------------------------------------------------------
-
-
-def test_a_worker_that_waits_for_a_gradient_waits_for_input() -> None:
-    entered, go_on = threading.Event(), threading.Event()
-
-    def block() -> None:
-        entered.set()
-        assert go_on.wait(WAIT)
-
-    with pipe_of(nn.Linear(3, 3), Apply(lambda x: acting(x, block)), chunks=1) as pipe:
-        caller = threading.Thread(target=step, args=(pipe,))
-        caller.start()
-        assert entered.wait(WAIT)
-        for _ in range(1000):
-            first, second = (worker.doing for worker in pipe.statistics().workers)
-            if first is not None:
-                break
-            threading.Event().wait(0.001)
-        go_on.set()
-        caller.join(WAIT)
-    assert first is not None and second is not None
-    assert (first.phase, first.partition, first.micro_batch) == ("waiting for input", 0, 0)
-    assert (second.phase, second.partition, second.micro_batch) == ("backward", 1, 0)
-
-
 # Timelines ----------------------------------------------------------------------------------------
 
 
@@ -163,43 +131,3 @@ def test_waits_for_inputs_and_for_gradients_are_recorded() -> None:
     ahead = {(i, j) for i, j in EACH if j > 0}
     back = {(i, j) for i, j in EACH if j < N - 1}
     assert waits == Counter(ahead) + Counter(back)
-
-
-# Profilers ----------------------------------------------------------------------------------------
-
-
-def trace(path: Path) -> list[dict[str, Any]]:
-    """Returns the events that torch.profiler records of a step."""
-    config = _ExperimentalConfig(profile_all_threads=True)
-    with pipe_of(nn.Linear(3, 3), nn.Linear(3, 3), chunks=2, checkpoint="always") as pipe:
-        step(pipe, schedule="zb")
-        with profile(activities=[ProfilerActivity.CPU], experimental_config=config) as profiler:
-            step(pipe, schedule="zb")
-            profiler.step()
-    profiler.export_chrome_trace(str(path))
-    events: list[dict[str, Any]] = json.loads(path.read_text())["traceEvents"]
-    return [event for event in events if event.get("ph") == "X"]
-
-
-@pytest.mark.layered  # names threads, not those of micro-batches
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")  # torch 2.11
-def test_each_task_is_a_range_on_its_worker_with_its_operations_inside(tmp_path: Path) -> None:
-    events = trace(tmp_path / "trace.json")
-    operations = {"F": "aten::linear", "R": "aten::linear", "B": "AddmmBackward0", "W": "aten::mm"}
-    threads: dict[int, set[int]] = {0: set(), 1: set()}
-    for letter, operation in operations.items():
-        for i, j in [(0, 0), (0, 1), (1, 0), (1, 1)]:
-            (task,) = (event for event in events if event["name"] == f"{letter}[{i},{j}]")
-            threads[j].add(task["tid"])
-            end = task["ts"] + task["dur"]
-            inside = [
-                event["name"]
-                for event in events
-                if event["tid"] == task["tid"]
-                and task["ts"] <= event["ts"]
-                and event["ts"] + event["dur"] <= end
-            ]
-            assert operation in inside, (letter, i, j)
-    assert len(threads[0]) == len(threads[1]) == 1
-    assert threads[0] != threads[1] and threading.get_native_id() not in threads[0] | threads[1]

@@ -163,32 +163,6 @@ def test_the_backward_computes_no_gradient_of_a_weight_that_is_put_off() -> None
     assert counts == [2 * (4 + 3 + 4)] * 2
 
 
-def piped(kind: str, layers: nn.Sequential, **options: Any) -> Any:
-    every: dict[str, Any] = {"devices": ["cpu"] * 2, "chunks": 3, "checkpoint": "never"}
-    if kind == "Pipe":
-        return Pipe(layers, [2, 1], **every | options)
-    return pipert.pipeline(layers, ["2"], **every | options)
-
-
-@pytest.mark.parametrize("kind", ["Pipe", "pipeline"])
-def test_saved_tensors_of_the_caller_are_unpacked_once(kind: str) -> None:
-    """So with hooks of the caller nothing is put off."""
-    layers = nn.Sequential(linear(3, 3), nn.Tanh(), linear(3, 3))
-    x, counts = torch.randn(6, 3, dtype=torch.float64), [0, 0]
-
-    def pack(tensor: Tensor) -> Tensor:
-        counts[0] += 1
-        return tensor
-
-    def unpack(tensor: Tensor) -> Tensor:
-        counts[1] += 1
-        return tensor
-
-    with piped(kind, layers) as pipe, torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        pipe.forward_backward(x, loss_fn=mean, schedule="zb-h1")
-    assert counts[1] <= counts[0] > 0
-
-
 class Keeps(nn.Module):
     """Counts its inputs that are alive, which its linear layer saves."""
 

@@ -1,15 +1,14 @@
-"""Deferred batch normalisation: one update a mini-batch, of what a plain BatchNorm would compute.
+"""Tests promise 4 of docs/contract.md: batch normalisation, and its deferred statistics.
 
-Where the statistics are compared with the plain module's, the BatchNorm comes first: what comes
-before it is normalised by micro-batch, so that later layers get other inputs than without a pipe.
-"""
+Each micro-batch is normalised by itself. Deferred, running statistics are updated once for a
+mini-batch, to those of the plain module. Where they are compared with the plain module's, the
+BatchNorm comes first: what comes before it is normalised by micro-batch, so that later layers get
+other inputs than without a pipe."""
 
 from __future__ import annotations
 
 import copy
-import pickle
 import threading
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -20,9 +19,20 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pipert import NestedCheckpointError, Pipe, is_recomputing
+from tests.contract.ways import (
+    MODES,
+    Way,
+    batch,
+    each_way,
+    grads_of,
+    linear,
+    mean,
+    piped,
+    same,
+    take_step,
+)
 from tests.torchscript import uses_torchscript
 
-MODES = ("always", "except_last", "never")
 DOUBLE = torch.float64
 
 
@@ -43,13 +53,7 @@ def statistics(module: nn.Module) -> dict[str, Tensor]:
     return {name: buffer.clone() for name, buffer in module.named_buffers()}
 
 
-def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, tensor in found.items():
-        torch.testing.assert_close(tensor, expected[name])
-
-
-def batch(rows: int, dims: int = 0) -> Tensor:
+def images(rows: int, dims: int = 0) -> Tensor:
     return torch.randn(rows, 3, *[4] * dims, dtype=DOUBLE) * 2 + 1
 
 
@@ -132,7 +136,7 @@ def test_statistics_are_those_of_the_plain_module(kind: str, checkpoint: str) ->
     plain = copy.deepcopy(module)
     with deferred(module, checkpoint=checkpoint) as pipe:
         for rows in (9, 8, 13):
-            x = batch(rows, dims)
+            x = images(rows, dims)
             train(pipe, x)
             plain(x)
     same(statistics(module), statistics(plain))
@@ -144,17 +148,10 @@ def test_statistics_are_of_the_micro_batches_there_were(rows: int) -> None:
     module = norm_first(nn.BatchNorm2d(3))
     plain = copy.deepcopy(module)
     with deferred(module, chunks=6) as pipe:
-        x = batch(rows, 2)
+        x = images(rows, 2)
         pipe(x)
         plain(x)
     same(statistics(module), statistics(plain))
-
-
-def test_half_precision_statistics_keep_their_dtype() -> None:
-    module = nn.Sequential(nn.BatchNorm1d(3).to(torch.bfloat16), nn.Identity())
-    with deferred(module, chunks=2) as pipe:
-        pipe(torch.randn(8, 3, dtype=torch.bfloat16))
-    assert module[0].running_var.dtype == torch.bfloat16
 
 
 class ByHand(nn.BatchNorm1d):
@@ -167,22 +164,13 @@ class ByHand(nn.BatchNorm1d):
 
 def test_a_norm_whose_statistics_cannot_be_deferred_is_refused() -> None:
     module = norm_first(ByHand(3))
-    x = batch(8).requires_grad_()
+    x = images(8).requires_grad_()
     with deferred(module) as pipe:
         with pytest.raises(RuntimeError, match="ByHand.*deferred_batch_norm=False"):
-            pipe(batch(8))
+            pipe(images(8))
         with pytest.raises(RuntimeError, match="ByHand.*deferred_batch_norm=False"):
             pipe.forward_backward(x, loss_fn=lambda y, _: y.square().mean())
     assert x.grad is None
-
-
-def test_a_batch_without_rows_is_counted_and_nothing_else() -> None:
-    module = norm_first(nn.BatchNorm1d(3))
-    plain = copy.deepcopy(module)
-    with deferred(module) as pipe:
-        pipe(batch(0))
-    plain(batch(0))
-    same(statistics(module), statistics(plain))
 
 
 class Checkpointing(nn.Module):
@@ -198,7 +186,7 @@ class Checkpointing(nn.Module):
 def test_a_checkpoint_of_torch_around_a_deferred_norm_is_refused() -> None:
     with deferred(norm_first(Checkpointing())) as pipe:
         with pytest.raises(NestedCheckpointError, match="BatchNorm"):
-            pipe(batch(8))
+            pipe(images(8))
 
 
 # When -------------------------------------------------------------------------------------------
@@ -207,10 +195,10 @@ def test_a_checkpoint_of_torch_around_a_deferred_norm_is_refused() -> None:
 def test_eval_updates_nothing_and_uses_the_statistics() -> None:
     module = norm_first(nn.BatchNorm1d(3))
     with deferred(module) as pipe:
-        pipe(batch(8))
+        pipe(images(8))
         plain = copy.deepcopy(module).eval()
         pipe.eval()
-        x = batch(8)
+        x = images(8)
         torch.testing.assert_close(pipe(x), plain(x))
     same(statistics(module), statistics(plain))
 
@@ -220,7 +208,7 @@ def test_a_norm_in_eval_mode_in_a_training_module_is_left_alone() -> None:
     module[0].eval()
     before = statistics(module)
     with deferred(module) as pipe:
-        train(pipe, batch(8))
+        train(pipe, images(8))
     same(statistics(module), before)
 
 
@@ -236,7 +224,7 @@ def test_a_layer_that_normalises_by_its_statistics_while_it_trains_is_left_alone
     assert norm.running_mean is not None
     norm.running_mean.fill_(1.0)
     module = norm_first(norm)
-    before, x = statistics(module), batch(8)
+    before, x = statistics(module), images(8)
     with deferred(module) as pipe:
         torch.testing.assert_close(pipe(x), module(x))
     same(statistics(module), before)
@@ -246,7 +234,7 @@ def test_a_layer_that_normalises_by_its_statistics_while_it_trains_is_left_alone
 def test_statistics_are_updated_without_grad_as_in_the_plain_module(mode: Any) -> None:
     module = norm_first(nn.BatchNorm1d(3))
     plain = copy.deepcopy(module)
-    x = batch(8)
+    x = images(8)
     with mode(), deferred(module) as pipe:
         pipe(x)
         plain(x)
@@ -265,12 +253,12 @@ class Failing(nn.Module):
 def test_nothing_of_a_failed_call_gets_into_the_next() -> None:
     module = nn.Sequential(nn.BatchNorm1d(3), Failing()).double()
     plain = copy.deepcopy(module)
-    x = batch(8)
+    x = images(8)
     with deferred(module) as pipe:
         Failing.fail = True
         try:
             with pytest.raises(ValueError, match="as told"):
-                pipe(batch(11))
+                pipe(images(11))
         finally:
             Failing.fail = False
         pipe(x)
@@ -283,7 +271,7 @@ def test_callers_that_are_inside_at_once_do_not_mix_their_statistics() -> None:
     barrier = threading.Barrier(2)
     module = nn.Sequential(nn.BatchNorm1d(3, momentum=None), nn.Identity()).double()
     plain = copy.deepcopy(module)
-    batches = [batch(8), batch(8) + 100]
+    batches = [images(8), images(8) + 100]
     with deferred(module, chunks=2) as pipe:
 
         def call(x: Tensor) -> None:
@@ -300,42 +288,17 @@ def test_callers_that_are_inside_at_once_do_not_mix_their_statistics() -> None:
     same(statistics(module), statistics(plain))
 
 
-def test_a_pipe_in_a_layer_has_a_setting_of_its_own() -> None:
-    inner = nn.Sequential(nn.BatchNorm1d(3)).double()
-    pipe = Pipe(inner, [1], devices=["cpu"], chunks=2, deferred_batch_norm=False)
-    with pipe, deferred(nn.Sequential(pipe, nn.Identity()), chunks=2) as outer:
-        train(outer, batch(8))
-    assert inner[0].num_batches_tracked == 4
-
-
 @pytest.mark.parametrize("checkpoint", MODES)
 def test_a_deferring_pipe_in_a_layer_updates_nothing_when_it_is_recomputed(checkpoint: str) -> None:
     inner = nn.Sequential(nn.BatchNorm1d(3)).double()
     pipe = Pipe(inner, [1], devices=["cpu"], chunks=2, deferred_batch_norm=True)
     layer = nn.Sequential(pipe, nn.Tanh())  # without which there would be nothing to recompute
     with pipe, deferred(nn.Sequential(layer, nn.Identity()), 2, checkpoint) as outer:
-        loss = outer(batch(8).requires_grad_()).square().sum()
+        loss = outer(images(8).requires_grad_()).square().sum()
         before = statistics(inner)
         torch.autograd.backward(loss)
     assert before["0.num_batches_tracked"] == 2
     same(statistics(inner), before)
-
-
-# What it leaves alone -----------------------------------------------------------------------------
-
-
-def test_pitfall_5_there_are_no_further_keys_in_the_state_dict() -> None:
-    module = norm_first(nn.BatchNorm1d(3))
-    keys = list(module.state_dict())
-    with deferred(module) as pipe:
-        pipe(batch(8))
-        assert list(pipe.state_dict()) == keys
-
-
-def test_the_setting_can_be_read_and_is_copied() -> None:
-    with deferred(norm_first(nn.BatchNorm1d(3))) as pipe:
-        copied = pickle.loads(pickle.dumps(pipe))
-        assert (pipe.deferred_batch_norm, copied.deferred_batch_norm) == (True, True)
 
 
 # At wrapping --------------------------------------------------------------------------------------
@@ -359,48 +322,11 @@ def test_the_warning_names_the_layers_and_the_line_of_the_user() -> None:
     assert caught[0].filename == __file__
 
 
-def test_a_pipe_in_a_layer_is_not_warned_about_again() -> None:
-    inner = Pipe(
-        nn.Sequential(nn.BatchNorm1d(3)), [1], devices=["cpu"], deferred_batch_norm=True
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        wrap(nn.Sequential(inner))
-
-
-@pytest.mark.parametrize("choice", [True, False])
-def test_a_choice_is_not_warned_about(choice: bool) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        wrap(nn.Sequential(nn.BatchNorm1d(3)), deferred_batch_norm=choice)
-
-
-@pytest.mark.parametrize(
-    "module",
-    [
-        nn.Sequential(nn.BatchNorm1d(3)).eval(),
-        nn.Sequential(nn.BatchNorm1d(3, track_running_stats=False)),
-        nn.Sequential(nn.GroupNorm(1, 3), nn.InstanceNorm1d(3)),
-    ],
-    ids=["eval", "no statistics", "other norms"],
-)
-def test_deferral_is_not_warned_of_without_running_statistics(module: nn.Sequential) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        wrap(module)
-
-
 @pytest.mark.parametrize("choice", [None, True, False])
 def test_sync_batchnorm_is_refused_with_a_remedy(choice: bool | None) -> None:
     module = nn.Sequential(nn.Sequential(nn.SyncBatchNorm(3)))
     with pytest.raises(TypeError, match=r"'0\.0' is a SyncBatchNorm.*deferred_batch_norm=True"):
         wrap(module, deferred_batch_norm=choice)
-
-
-def test_a_choice_that_is_none_is_refused() -> None:
-    choice: Any = "yes"
-    with pytest.raises(TypeError, match="True, False or None, got 'yes'"):
-        wrap(nn.Sequential(nn.ReLU()), deferred_batch_norm=choice)
 
 
 @uses_torchscript
@@ -438,3 +364,52 @@ def test_a_recomputed_norm_computes_what_its_forward_did(
                 pipe(x).float().tanh().mean().backward()
         found.append([p.grad for p in pipe.parameters() if p.grad is not None] + [*pipe.buffers()])
     assert all(map(torch.equal, *found))
+
+
+def normalised() -> nn.Sequential:
+    torch.manual_seed(2)
+    norms = [nn.BatchNorm1d(4, dtype=torch.float64) for _ in range(2)]
+    return nn.Sequential(linear(3, 4), norms[0], nn.Tanh(), linear(4, 4), norms[1], linear(4, 2))
+
+
+@each_way
+@pytest.mark.parametrize("momentum", [0.1, None], ids=["moving average", "cumulative average"])
+def test_deferred_statistics_are_those_of_the_mini_batch(momentum: Any, way: Way) -> None:
+    module, plain = (nn.Sequential(*list(normalised())[:3]) for _ in range(2))
+    module.get_submodule("1").momentum = plain.get_submodule("1").momentum = momentum
+    xs = [batch(8), batch(9)]
+    with piped(module, [2, 1], way, 4, deferred_batch_norm=True) as pipe:
+        for x in xs:
+            take_step(pipe, way, x)
+            plain(x)
+    same(dict(module.named_buffers()), dict(plain.named_buffers()))
+
+
+@pytest.mark.pairwise
+@each_way
+@pytest.mark.parametrize("deferred", [True, False], ids=["deferred", "each micro-batch"])
+def test_each_micro_batch_is_normalised_by_itself(deferred: bool, way: Way) -> None:
+    module, plain, x = normalised(), normalised(), batch(8)
+    with piped(module, [2, 4], way, 2, deferred_batch_norm=deferred) as pipe:
+        take_step(pipe, way, x)
+    for part in x.chunk(2):
+        (mean(plain(part), None) / 2).backward()
+    same(grads_of(module), grads_of(plain))
+
+
+class InstanceNorm(nn.InstanceNorm1d):
+    def forward(self, input: Tensor) -> Tensor:
+        mean, var = self.running_mean, self.running_var
+        return torch.instance_norm(input, None, None, mean, var, True, 0.1, 1e-5, False)
+
+
+@pytest.mark.parametrize("kind", [nn.InstanceNorm1d, InstanceNorm])
+@pytest.mark.filterwarnings("ignore::pipert.WholeBatchWarning")
+def test_recomputation_updates_no_statistics_of_instances(kind: type[nn.InstanceNorm1d]) -> None:
+    module = nn.Sequential(linear(4, 4), kind(3, track_running_stats=True).double(), nn.Tanh())
+    way = Way("call", "always")
+    with piped(module, [1, 2], way, deferred_batch_norm=False) as pipe:
+        loss = pipe(torch.randn(8, 3, 4, dtype=torch.float64)).sum()
+        before = {name: buffer.clone() for name, buffer in pipe.named_buffers()}
+        loss.backward()
+        same(dict(pipe.named_buffers()), before)

@@ -1,8 +1,10 @@
-"""Tests the denominator of a step: sums of losses become a mean over what counts."""
+"""Tests losses of steps: any function, their reductions, and the denominator of sums."""
 
 from __future__ import annotations
 
 import copy
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,9 +13,117 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipert import Pipe
-from tests.contract.ways import MODES, grads_of, linear
-from tests.layers import Apply
+from tests.contract.ways import (
+    MODES,
+    Way,
+    assert_equal,
+    batch,
+    grads_of,
+    linear,
+    mean,
+    piped,
+    same,
+    seven_layers,
+    take_step,
+    ways,
+)
 from tests.pipes import pipe_of
+
+# Reductions.
+
+
+@pytest.mark.pairwise
+@ways
+@pytest.mark.parametrize("rows", [8, 7, 2])
+def test_reduction_sum_adds_the_losses_of_the_micro_batches(way: Way, rows: int) -> None:
+    module, x = seven_layers(), batch(rows, requires_grad=True)
+    plain, own = copy.deepcopy(module), x.detach().clone().requires_grad_()
+    with piped(module, [3, 4], way) as pipe:
+        loss = take_step(pipe, way, x, loss_fn=lambda y, _: y.square().sum(), reduction="sum")
+    expected = plain(own).square().sum()
+    expected.backward()
+    same(loss, expected.detach())
+    same(grads_of(module), grads_of(plain))
+    same(x.grad, own.grad)
+
+
+@ways
+def test_reduction_mean_weighs_by_rows_where_micro_batches_differ(way: Way) -> None:
+    """7 rows in 3 micro-batches: 3, 2 and 2. The mean of the means would be another number."""
+    rows = torch.arange(7, dtype=torch.float64).view(7, 1)
+    module = nn.Sequential(nn.Identity(), linear(1, 1))
+    with piped(module, [1, 1], way) as pipe:
+        loss = take_step(pipe, way, rows, loss_fn=lambda y, t: (y * 0 + t).mean(), target=rows)
+    same(loss.item(), 3.0)
+
+
+# Losses.
+
+
+class Scaled(nn.Module):
+    """A loss that learns something itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor([2.0, 3.0], dtype=torch.float64))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return (output * self.scale - target).square().mean()
+
+
+def weighted(weight: float, output: Tensor, target: Tensor) -> Tensor:
+    return weight * (output - target).abs().mean()
+
+
+LOSSES: dict[str, Callable[[Any, Any], Tensor]] = {
+    "functional": F.mse_loss,
+    "partial of functional": functools.partial(F.smooth_l1_loss, beta=0.1),
+    "module": nn.MSELoss(),
+    "partial": functools.partial(weighted, 3.0),
+    "lambda": lambda y, t: (y * t).mean(),
+    "of shape (1,)": lambda y, t: (y * t).mean().view(1),
+    "of shape (1, 1)": lambda y, t: (y * t).mean().view(1, 1),
+}
+
+
+@pytest.mark.pairwise
+@ways
+@pytest.mark.parametrize("kind", LOSSES)
+def test_any_function_of_output_and_target_may_be_the_loss(kind: str, way: Way) -> None:
+    module, x = seven_layers(), batch(7)
+    target = torch.randn(7, 2, dtype=torch.float64)
+    assert_equal(module, [3, 4], way, x, target=target, loss_fn=LOSSES[kind])
+
+
+@ways
+def test_a_loss_with_parameters_gets_their_gradients(way: Way) -> None:
+    module, loss, x = seven_layers(), Scaled(), batch(7)
+    target = torch.randn(7, 2, dtype=torch.float64)
+    plain, plain_loss = copy.deepcopy(module), copy.deepcopy(loss)
+    with piped(module, [3, 4], way) as pipe:
+        for _ in range(2):
+            take_step(pipe, way, x, target=target, loss_fn=loss)
+            plain_loss(plain(x), target).backward()
+    same(grads_of(loss), grads_of(plain_loss))
+    same(grads_of(module), grads_of(plain))
+
+
+@ways
+def test_a_loss_may_use_parameters_of_the_model(way: Way) -> None:
+    """As weight decay does. Then a gradient comes from two partitions."""
+    module, x = seven_layers(), batch(7)
+    plain = copy.deepcopy(module)
+
+    def decayed(of: Any) -> Callable[[Tensor, Any], Any]:
+        return lambda y, _: mean(y, None) + of[0].weight.square().sum()
+
+    with piped(module, [3, 4], way) as pipe:
+        take_step(pipe, way, x, loss_fn=decayed(module))
+    decayed(plain)(plain(x), None).backward()
+    same(grads_of(module), grads_of(plain))
+
+
+# The denominator ---------------------------------------------------------------------------------
 
 ROWS, CLASSES, CHUNKS = 11, 5, 4
 IGNORED = -100
@@ -45,7 +155,7 @@ def padded(*ignored: int) -> tuple[Tensor, Tensor]:
     return x, target
 
 
-def plain(model: nn.Module, x: Tensor, target: Tensor, scale: float = 1.0) -> list[Any]:
+def plain_step(model: nn.Module, x: Tensor, target: Tensor, scale: float = 1.0) -> list[Any]:
     own, x = copy.deepcopy(model), x.detach().requires_grad_()
     loss = F.cross_entropy(own(x), target, ignore_index=IGNORED)
     (loss * scale).backward()  # type: ignore[no-untyped-call]
@@ -62,8 +172,8 @@ def stepped(model: nn.Sequential, x: Tensor, target: Tensor, **options: Any) -> 
     return [loss, grads_of(model), x.grad]
 
 
-def same(found: Any, expected: Any, **options: Any) -> None:
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14, equal_nan=True)
+def exactly(found: Any, expected: Any) -> None:
+    same(found, expected, rtol=1e-12, atol=1e-14, equal_nan=True)
 
 
 @schedules
@@ -76,26 +186,26 @@ def test_loss_and_gradients_are_those_of_the_mean_over_counted_rows(
 ) -> None:
     """Also if a whole micro-batch is ignored, the first or the last, or all of them."""
     model, (x, target) = a_model(), padded(*ignored)
-    expected = plain(model, x, target)
-    same(stepped(model, x, target, schedule=schedule, checkpoint=checkpoint), expected)
+    expected = plain_step(model, x, target)
+    exactly(stepped(model, x, target, schedule=schedule, checkpoint=checkpoint), expected)
 
 
 @pytest.mark.multi_gpu
 @pytest.mark.parametrize("there", ["cpu", "cuda:0", "cuda:1"])
 def test_a_denominator_may_be_on_any_device_and_changed_afterwards(there: str) -> None:
     model, (x, target) = a_model(), padded(0, 1)
-    expected = plain(model, x, target)
+    expected = plain_step(model, x, target)
     count = number_of(target).to(there)
     with Pipe(model, [2, 3], devices=["cuda:0", "cuda:1"], chunks=CHUNKS) as pipe:
         loss = pipe.forward_backward(x, target=target, loss_fn=total, denominator=count)
         count.fill_(1)
         found = {name: None if g is None else g.cpu() for name, g in grads_of(model).items()}
-    same([loss.cpu(), found], expected[:2])
+    exactly([loss.cpu(), found], expected[:2])
 
 
 def test_one_denominator_for_several_batches_accumulates_their_mean() -> None:
     model, (x, target) = a_model(), padded(0, 1, 7)
-    loss, expected, _ = plain(model, x, target)
+    loss, expected, _ = plain_step(model, x, target)
     parts, found = zip(x.detach().tensor_split([6]), target.tensor_split([6]), strict=True), []
     with pipe_of(model, [2, 3], chunks=CHUNKS) as pipe:
         for rows, wanted in parts:
@@ -104,30 +214,7 @@ def test_one_denominator_for_several_batches_accumulates_their_mean() -> None:
                     rows, target=wanted, loss_fn=total, denominator=number_of(target)
                 )
             )
-    same([sum(found), grads_of(model)], [loss, expected])
-
-
-class Injected(torch.autograd.Function):
-    """Adds the gradient of a balance loss of its own, however the loss is scaled."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, balance: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, Tensor]:
-        return dx, torch.tensor(0.01, dtype=dx.dtype)
-
-
-@schedules
-def test_a_backward_that_is_not_linear_is_the_plain_module_s(schedule: str) -> None:
-    def inject(x: Tensor) -> Tensor:
-        found: Tensor = Injected.apply(x, x.square().sum())  # type: ignore[no-untyped-call]
-        return found
-
-    model, (x, target) = a_model(), padded(0, 1, 2, 7)
-    model[1] = Apply(inject)
-    same(stepped(model, x, target, schedule=schedule), plain(model, x, target))
+    exactly([sum(found), grads_of(model)], [loss, expected])
 
 
 def test_half_precision_overflows_no_sooner_than_with_a_mean() -> None:
@@ -146,16 +233,6 @@ def test_half_precision_overflows_no_sooner_than_with_a_mean() -> None:
         )
     assert len(seen) == 4 and max(seen) < 0.2
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
-
-
-def test_sums_in_half_precision_may_overflow_where_their_mean_does_not() -> None:
-    layer = nn.Linear(1, 1).half()
-    with pipe_of(nn.Sequential(layer), chunks=CHUNKS) as pipe:
-        loss = pipe.forward_backward(
-            torch.ones(4, 1, dtype=torch.float16), target=torch.ones(4), denominator=4,
-            loss_fn=lambda y, t: y.sum() * 0 + 40000.0,
-        )  # fmt: skip
-    assert loss.dtype is torch.float16 and loss == 40000.0
 
 
 # What is refused, and what is warned of -----------------------------------------------------------
