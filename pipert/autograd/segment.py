@@ -8,24 +8,20 @@ costs as much as a small operation. So:
    tensors. Only the inputs are saved. One node takes the place of the graph.
 2. ``R[i,j]`` computes the segment again, exactly like ``F`` of a micro-batch that is not
    checkpointed, and keeps the graph. ``B[i,j]`` differentiates it.
-3. ``R`` must do what ``F`` did: whoever calls the layers compares their outputs. It may compute
-   them by other operations, as with a compiler or with other kernels for attention, except where
-   the graph of ``F`` stays: there the number of saved tensors is compared.
+3. ``R`` must do what ``F`` did: whoever calls the layers compares their outputs.
 4. An input that is the unchanged output of an earlier segment is not saved, but taken from the
    repetition of that segment. Other inputs are saved as they were before the segment ran. One that
    anything has changed since is refused, as autograd would.
-5. Where a layer uses a tensor of a graph of the caller's, the segment is not just a function of its
-   inputs and leaves. There the graph of ``F`` stays, and *Recompute* fills in its saved tensors
-   (and see :func:`.origins`).
-6. A layer may have kept a part of ``F``'s graph, such as a loss of its own. A backward from there
-   reads a number in place of a saved tensor, and recomputes on the spot.
+5. A hook may have captured a tensor of ``F``'s graph for a loss, as the models of transformers
+   capture the logits of a router. A backward from there reads a number in place of a saved tensor:
+   the segment is computed once more, on the spot, and the tensors that it saves are counted. Where
+   a layer uses a graph of the caller's, all of ``F``'s graph stays, and goes back that way.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from contextvars import ContextVar
 from itertools import compress, count
 from typing import Any, NamedTuple, Protocol
 
@@ -50,10 +46,6 @@ from pipert.batch.tensors import describe, differentiable, tensors_of, versions
 from pipert.errors import RecomputationError
 
 Edges = tuple[GradientEdge, ...]
-
-
-other_kernels = ContextVar[Callable[[], str]]("pipert_other_kernels", default=str)
-"""Tells which kernels have been enabled or disabled since the forward; none if it returns ''."""
 
 
 class Graph(NamedTuple):
@@ -86,11 +78,8 @@ class Group(Protocol):
     in_step: Callable[..., Sequence[Tensor | None]] | None
     """Differentiates a graph in ``B[i,j]`` of a step, which asks for all gradients."""
 
-    def recompute(self, on_worker: bool) -> None:
-        """Recompute all segments of the group."""
-
-    def fill(self, segment: Segment) -> None:
-        """Fill the graph of one segment's ``F``, after the earlier ones whose outputs are used."""
+    def recompute(self, on_worker: bool, to_fill: Segment | None = None) -> None:
+        """Recompute all segments of the group, or what ``F`` of one of them has saved."""
 
 
 class Segment:
@@ -107,8 +96,8 @@ class Segment:
     """
 
     __slots__ = (
-        "__weakref__", "_again", "_copies", "_graph", "_group", "_is_pair", "_origins",
-        "_rebuild", "_saved", "_saves", "_tensors", "_versions", "_wanting", "is_used", "outputs",
+        "__weakref__", "_again", "_copies", "_graph", "_group", "_origins", "_rebuild",
+        "_saved", "_saves", "_tensors", "_versions", "_wanting", "is_pair", "is_used", "outputs",
     )  # fmt: skip
 
     def __init__(self, group: Group, again: Callable[[Value], Value], copies: bool) -> None:
@@ -116,8 +105,9 @@ class Segment:
         self._again = again
         self._copies = copies
         self._graph: Graph | None = None  # R's, until B
-        self._saved: dict[int, tuple[Any, int]] = {}  # R's, if F's graph was kept
-        self._is_pair = False
+        self._saved: dict[int, tuple[Tensor, int]] = {}  # for F's graph
+        self.is_pair = False
+        """Whether one node has taken the place of the graph."""
         self._saves = -1  # until the first computation is over
         self.is_used = False
         """Whether a later segment takes an output."""
@@ -158,7 +148,7 @@ class Segment:
         made_here = range(before, node_count())
         self._saves = next(saves)
         if found := origins(ys, begins, copies(), made_here) if ys else None:
-            self._is_pair = True
+            self.is_pair = True
             ys = through_checkpoint(self, ys, xs, *found)
         if not self._copies and (now := _states(tensors, True)) != states:
             _refuse_changes(tensors, states, now)
@@ -236,19 +226,15 @@ class Segment:
         return Graph(xs, edges_of(differentiable(self._compute(value))[0]))
 
     def fill(self) -> None:
-        """Compute the segment again and keep the tensors it saves, by number, with versions.
-
-        If the caller has saved-tensor hooks, the tensors are packed by them.
+        """Compute the segment again, and keep the tensors that it saves, with their versions.
 
         Raises:
-            RecomputationError: the layers did something else than the first time.
+            RecomputationError: it saved another number of tensors than the first time.
         """
-        found: dict[int, tuple[Any, int]] = {}
-        pack = None if self._group.hooks is None else self._group.hooks[0]
+        found = list[tuple[Tensor, int]]()
 
         def keep(tensor: Tensor) -> None:
-            kept = tensor.detach()
-            found[len(found)] = (kept if pack is None else pack(kept), tensor._version)
+            found.append((tensor.detach(), tensor._version))
 
         forget = DropSaved(keep)
         forget.hooks = self._group.hooks
@@ -258,29 +244,17 @@ class Segment:
             raise RecomputationError(
                 f"a recomputation saved {len(found)} tensors and its forward {self._saves}{REMEDY}"
             )
-        if changed := other_kernels.get()():  # those of F's graph may crash
-            raise RecomputationError(
-                f"{changed}, as torch.nn.attention.sdpa_kernel does if it is around one of "
-                "forward and backward only; put loss.backward() into the same block, or use "
-                "checkpoint='never'"
-            )
-        self._saved = found
+        self._saved = dict(enumerate(found))
 
     def recompute(self) -> None:
         """Compute the segment again, and keep what the next backward needs."""
-        if self._is_pair:
+        if self.is_pair or self.is_used:
             self._graph = self.build()
-        elif self._saves:
-            self.fill()
-        elif self.is_used:
-            self.build()
 
     @property
-    def is_missing(self) -> bool | None:
-        """Whether an imminent backward needs a recomputation; ``None`` if none does."""
-        if self._is_pair:
-            return self._graph is None
-        return not self._saved if self._saves else None
+    def is_missing(self) -> bool:
+        """Whether a backward must recompute first."""
+        return self._graph is None
 
     def differentiate(self, dys: Sequence[Tensor | None], ctx: Any) -> list[Tensor | None]:
         """Return the needed gradients of inputs and leaves, given those of the outputs."""
@@ -309,18 +283,12 @@ class Segment:
         return [next(rest) if is_needed else None for is_needed in needed]
 
     def _take(self, number: int) -> Tensor:
-        """Return the tensor that ``F`` saved as ``number``, recomputing if necessary (rule 6)."""
+        """Return the tensor that ``F`` saved as ``number``, recomputing if necessary (rule 5)."""
+        if self._saves < 0:
+            refuse(number)
         if number not in self._saved:
-            if self._saves < 0:
-                refuse(number)
-            if self._is_pair:
-                self._group.fill(self)
-            else:
-                self._group.recompute(False)
-        value, before = self._saved.pop(number)
-        if self._group.hooks is not None:
-            return self._group.hooks[1](value)  # type: ignore[no-any-return]
-        tensor: Tensor = value
+            self._group.recompute(False, self)
+        tensor, before = self._saved.pop(number)
         if tensor._version != before:
             raise RuntimeError(
                 f"a tensor needed for gradient computation, {describe(tensor)}, was modified in "

@@ -191,8 +191,6 @@ class Layers:
                         context.variables.copy().run(self._compute_again, compute)
             except BaseException as error:
                 self._place.note(error, action)
-                if self._snapshot is not None:
-                    add_note(error, self._snapshot.other_settings)
                 raise
 
     def _compute_again(self, compute: Callable[[], None]) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from itertools import takewhile
 
 from torch import Tensor
 
@@ -112,29 +111,19 @@ class Segments:
                 self._made[id(tensor)] = weakref.ref(tensor), now, weak, k
         return y
 
-    def recompute(self, on_worker: bool) -> None:
-        """Recompute all segments: ``R[i,j]``."""
-        self._compute(self._recompute, on_worker)
+    def recompute(self, on_worker: bool, to_fill: Segment | None = None) -> None:
+        """Recompute all segments, as ``R[i,j]``, or what ``F`` of one segment has saved."""
 
-    def recompute_missing(self) -> None:
-        """Recompute what the imminent backward needs."""
-        # The first goes backward last: as long as its graph is there, the others need none.
-        found = [each.is_missing for each in self._alive()]
-        if next(filter(lambda is_missing: is_missing is not None, found), False):
-            self.recompute(False)
+        def compute() -> None:
+            for segment in self._alive():
+                if segment is to_fill:
+                    segment.fill()
+                    break
+                if to_fill is None:
+                    segment.recompute()
+                elif segment.is_used:
+                    segment.build()
 
-    def fill(self, segment: Segment) -> None:
-        """Fill the graph of one segment's ``F``, after the earlier ones whose outputs are used."""
-
-        def compute_in_order() -> None:
-            for each in takewhile(lambda each: each is not segment, self._alive()):
-                if each.is_used:
-                    each.build()
-            segment.fill()
-
-        self._compute(compute_in_order, False)
-
-    def _compute(self, compute: Callable[[], None], on_worker: bool) -> None:
         # Hooks that are on around a backward are not meant for what it recomputes.
         with NOTHING if on_worker else without_hooks():
             try:
@@ -143,9 +132,12 @@ class Segments:
                 for segment in self._alive():
                     segment.outputs = ()
 
-    def _recompute(self) -> None:
-        for segment in self._alive():
-            segment.recompute()
+    def recompute_missing(self) -> None:
+        """Recompute what the imminent backward needs."""
+        # The first goes backward last: as long as its graph is there, the others need none.
+        found = [each.is_missing for each in self._alive() if each.is_pair]
+        if found and found[0]:
+            self.recompute(False)
 
     def _alive(self) -> list[Segment]:
         return [segment for weak in self._segments if (segment := weak()) is not None]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import pipert
-from pipert import RecomputationError, is_recomputing
+from pipert import is_recomputing
 from tests.contexts import Block
 from tests.contract.ways import CALL, Way, linear, piped, take_step
 from tests.layers import Apply
@@ -126,16 +126,6 @@ def test_a_recomputation_with_another_kernel_for_attention_is_right(
     torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.layered  # in any model each layer is recomputed by itself
-def test_another_kernel_for_attention_is_refused_where_the_graph_of_the_forward_stays() -> None:
-    """By chance it saved as many tensors, and the kernel of the graph crashed with them."""
-    scale = torch.ones((), dtype=torch.float64, requires_grad=True).exp()  # a graph of the caller's
-    module = nn.Sequential(Attention(), Apply(lambda x: x * scale), Attention())
-    with pipert.Pipe(module, [3], devices=["cpu"], chunks=2, checkpoint="always") as pipe:
-        with pytest.raises(RecomputationError, match="sdpa_kernel does if it is around one"):
-            gradients(pipe, only(MATH))
-
-
 @whole
 @pytest.mark.parametrize("cast", [False, True], ids=["", "autocast"])
 @pytest.mark.parametrize("backends", [(FLASH,), (FLASH, MATH)], ids=len)
@@ -151,24 +141,3 @@ def test_one_with_the_same_kernel_is_right(backends: Any, cast: bool, any_model:
         found, expected = gradients(pipe, block), gradients(plain, block)
     tolerance: Any = {"rtol": 0.05, "atol": 0.01} if cast else {}
     torch.testing.assert_close(found, expected, **tolerance)
-
-
-class Making(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) @ torch.eye(3)
-
-
-@whole
-def test_an_error_of_a_recomputation_says_which_settings_have_changed(any_model: bool) -> None:
-    module = nn.Sequential(linear(3, 3), Making(3, 3, dtype=torch.float64))
-    options: Any = {"devices": ["cpu"] * 2, "chunks": 2, "checkpoint": "always"}
-    made = pipert.pipeline(module, ["1"], **options) if any_model else (
-        pipert.Pipe(module, [1, 1], **options)
-    )  # fmt: skip
-    with made as pipe:
-        with inside(SETTINGS["default dtype"]):
-            loss = pipe(torch.randn(4, 3, dtype=torch.float64)).sum()
-        with pytest.raises(RuntimeError, match="same dtype") as caught:
-            loss.backward()
-    note = "since the forward settings have changed: torch.get_default_dtype() was torch.float64"
-    assert note in caught.value.__notes__[-1]

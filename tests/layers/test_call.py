@@ -267,7 +267,7 @@ def test_a_layer_whose_mode_changes_before_its_recomputation_is_refused(mode: bo
     with Pipe(model, [2], devices=["cpu"], checkpoint="always", deferred_batch_norm=True) as pipe:
         y = pipe(torch.randn(4, 3))
         pipe.train(not mode)
-        with pytest.raises(RecomputationError, match=r"mode of a layer.* call train\(\)"):
+        with pytest.raises(RecomputationError, match="or mode that has changed"):
             y.sum().backward()
         pipe(torch.randn(4, 3)).sum().backward()
 
