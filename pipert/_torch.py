@@ -283,7 +283,15 @@ is_caching_parametrizations: Flag = partial(getattr, parametrize, "_cache_enable
 
 # Dispatch and thread-local objects ----------------------------------------------------------------
 
-schemas: Get = _or(lambda: None, "torch._C:_jit_get_all_schemas")
+_or(None, "_schema", torch.ops.aten.add_.Tensor)
+
+
+def is_mutable(operator: Any) -> bool:
+    """Return whether an operation writes to an argument. Without its schema, it may."""
+    schema = getattr(operator, "_schema", None)
+    return schema is None or bool(schema.is_mutable)
+
+
 autograd_key: Any = _or(None, "torch._C:DispatchKey.Autograd")
 higher_order: dict[str, Any] = _or({}, "torch._ops:_higher_order_ops")
 """The operators such as ``torch.cond``, by name, each with its kernels. With the fallback, those of

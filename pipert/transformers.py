@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,17 +39,10 @@ except ImportError as error:
         "pip install transformers accelerate"
     ) from error
 
-from pipert.any_model.added_losses import (
-    Before,
-    LossCheck,
-    LossesDoNotAddUp,
-    NumberOfItems,
-    takes_number,
-)
+from pipert.any_model.added_losses import LossCheck, LossesAddUp, takes_number
 from pipert.any_model.routed import pipe_of
 from pipert.batch.microbatch import scatter
 from pipert.batch.tensors import tensors_of
-from pipert.layers.phase import current_microbatch
 from pipert.pipes.module_pipe import ModulePipe
 
 __all__ = ["Pipelined"]
@@ -87,7 +81,7 @@ class Pipelined(_Base):  # type: ignore[misc,unused-ignore]
                 setattr(one, name, False)
         self._pipe_schedule = schedule
         self._pipe_kept: list[tuple[Any, Any, Tensor]] = []
-        self._pipe_splits, self._pipe_is_clear, self._pipe_steps = True, False, 0
+        self._pipe_losses = LossesAddUp()
         super().__init__(*args, **kwargs)
         self._check_pipe()
         if recomputes:
@@ -156,59 +150,52 @@ class Pipelined(_Base):  # type: ignore[misc,unused-ignore]
     def _take_pipe_step(self, model: nn.Module, factor: Tensor) -> Tensor:
         """Run what was kept forward and backward; losses count by ``factor``."""
         kept, self._pipe_kept = self._pipe_kept, []
-        self._pipe_steps += 1
         parts = [self._pipe_parts(inputs, number) for inputs, number, _ in kept]
         microbatches = [(k, part) for k, each in enumerate(parts) for part in each]
         losses: list[list[Tensor]] = [[] for _ in kept]
-        is_due = not self._pipe_is_clear or self._pipe_steps & (self._pipe_steps - 1) == 0
-        is_due &= len(microbatches) > len(kept) and self.compute_loss.__module__ != _SFT
-        before = Before(self.model) if is_due else None
+        gradient = kept[-1][2].grad
+        assert gradient is not None
+        is_due = len(microbatches) > len(kept) and self.compute_loss.__module__ != _SFT
+        is_due = is_due and self._pipe_losses.is_due(None)
+        check = LossCheck(self.model, kept[0][1], False, None, is_due)
 
         def step(microbatch: tuple[int, Any]) -> Tensor:
             k, inputs = microbatch
-            is_first = is_due and current_microbatch() == 0
-            loss = self._pipe_loss(model, inputs, kept[k][1], is_first)
+            loss = self._pipe_loss(model, inputs, kept[k][1], check)
             losses[k].append(loss.detach())
             return loss * factor.to(loss.device)
 
-        gradient = kept[-1][2].grad
-        assert gradient is not None
-        try:
-            with self.compute_loss_context_manager():
-                total: Tensor = self.pipe.forward_backward(
-                    microbatches=microbatches, step=step, schedule=self._pipe_schedule,
-                    reduction="sum", loss_scale=gradient / factor,
-                )  # fmt: skip
-        except LossesDoNotAddUp:  # from now on each batch is one micro-batch
-            assert before is not None
-            self._pipe_splits, self._pipe_kept = False, kept
-            before.restore()
-        if self._pipe_kept:  # the error, whose frames hold tensors, is gone
+        run = partial(
+            self.pipe.forward_backward, microbatches=microbatches, step=step, reduction="sum",
+            schedule=self._pipe_schedule, loss_scale=gradient / factor,
+        )  # fmt: skip
+        with self.compute_loss_context_manager():
+            total = self._pipe_losses.take(check, run)
+        if total is None:  # from now on each batch is one micro-batch
+            self._pipe_kept = kept
             return self._take_pipe_step(model, factor)
         sums = [torch.stack(each).sum().to(factor.device) * factor for each in losses]
         filters = self.args.logging_nan_inf_filter  # else nothing waits for a device
         finite = [not filters or bool(each.isfinite()) for each in sums]
         if all(finite) or not any(finite):
-            return total.to(factor.device)
-        found = torch.zeros_like(factor)
+            return total.to(factor.device)  # type: ignore[no-any-return]
+        logged = torch.zeros_like(factor)
         for each, counts in zip(sums, finite, strict=True):  # as Trainer does with those it logs
-            found += each if counts else found.clone()
-        return found
+            logged += each if counts else logged.clone()
+        return logged
 
-    def _pipe_loss(self, model: nn.Module, inputs: Any, number: Any, is_checked: bool) -> Tensor:
-        """Compute the loss of a part of a batch; if ``is_checked``, whether it adds up."""
-        if not is_checked:
+    def _pipe_loss(self, model: nn.Module, inputs: Any, number: Any, check: LossCheck) -> Tensor:
+        """Compute the loss of a part of a batch; in a check, whether it adds up."""
+        if not check.looks_now():
             loss: Tensor = self.compute_loss(model, inputs, num_items_in_batch=number)
             return loss
         arguments = dict(inputs)
         loss, output = self.compute_loss(model, inputs, True, num_items_in_batch=number)
-        check = LossCheck(self.model, NumberOfItems(number, False, None))
         if self.compute_loss_func is None:
             check.look(output, arguments, loss)
         else:
             labels = arguments.get("labels")
             check.compare(loss, lambda n: self.compute_loss_func(output, labels, n))
-        self._pipe_is_clear |= check.is_clear
         return loss
 
     def _pipe_parts(self, inputs: Any, number: Tensor | int | None) -> Sequence[Any]:
@@ -218,7 +205,7 @@ class Pipelined(_Base):  # type: ignore[misc,unused-ignore]
             may_add_up = not getattr(self, "aux_loss_enabled", False)
         else:
             may_add_up = self.compute_loss_func is not None or takes_number(self.model)
-            may_add_up &= self._pipe_splits and kind == "transformers.trainer"
+            may_add_up &= self._pipe_losses.may_add_up(None) and kind == "transformers.trainer"
         if number is None or not may_add_up or not isinstance(inputs, Mapping):
             return [inputs]
         rows = {len(tensor) for tensor in tensors_of(inputs)[0] if tensor.dim()}

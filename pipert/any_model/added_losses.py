@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,18 +31,9 @@ from pipert.layers.phase import current_microbatch
 from pipert.stage.loss import loss_in, own_loss
 from pipert.stage.loss_checks import StepCall
 
+T = TypeVar("T")
 Again = Callable[[Any], Tensor]
 """Computes a loss once more, divided by a number; by that of its own labels for ``None``."""
-
-
-class NumberOfItems(NamedTuple):
-    """What divides the loss of a mini-batch."""
-
-    number: Any
-    is_counted: bool
-    """Whether it was counted from the labels, rather than given."""
-    kind: Hashable
-    """What calls have in common whose losses are computed alike."""
 
 
 class LossesAddUp:
@@ -48,58 +41,69 @@ class LossesAddUp:
 
     def __init__(self) -> None:
         self._calls = 0
-        self._known: dict[Hashable, bool] = {}
+        self._shifts: dict[Hashable, bool | None] = {}  # None: no number can be given
+        self._is_clear: dict[Hashable, bool] = {}
 
-    def number_of(self, model: nn.Module, arguments: Mapping[str, Any]) -> NumberOfItems | None:
-        """Return what divides the loss; ``None`` if losses do not add up, or nobody knows."""
+    def check_of(self, model: Any, arguments: Mapping[str, Any]) -> LossCheck | None:
+        """Return the check of a call; ``None`` if losses do not add up, or nobody knows."""
         labels, number = arguments.get("labels"), arguments.get("num_items_in_batch")
-        if not isinstance(labels, Tensor) or not labels.dim() or not takes_number(model):
+        if not isinstance(labels, Tensor) or not labels.dim():
             return None
         options = [(k, v) for k, v in arguments.items() if isinstance(v, bool)]
         own = vars(model).get("forward")
-        code = getattr(own, "own", own), type(model).forward, model.loss_function
+        code = getattr(own, "own", own), type(model).forward, getattr(model, "loss_function", None)
         kind = code, has_hooks(model), frozenset(arguments), frozenset(options)
-        if not self._known.get(kind, True):
+        if kind not in self._shifts:
+            self._shifts[kind] = _shifts(model.loss_function) if takes_number(model) else None
+        shifts = self._shifts[kind]
+        if shifts is None or not self.may_add_up(kind):
             return None
-        if number is not None:
-            return NumberOfItems(number, False, kind)
-        return NumberOfItems(_count(model, arguments), True, kind)
+        is_counted = number is None
+        number = _count(arguments, shifts) if is_counted else number
+        return LossCheck(model, number, is_counted, kind, self.is_due(kind))
 
-    def is_due(self, items: NumberOfItems) -> bool:
+    def is_due(self, kind: Hashable) -> bool:
         """Whether the losses of this call are to be checked."""
         self._calls += 1
-        return items.kind not in self._known or self._calls & (self._calls - 1) == 0
+        return kind not in self._is_clear or self._calls & (self._calls - 1) == 0
 
-    def note(self, check: LossCheck, adds_up: bool) -> None:
-        """Remember what a check has found, if it is clear."""
-        if check.is_clear or not adds_up:
-            self._known[check.items.kind] = adds_up
+    def may_add_up(self, kind: Hashable) -> bool:
+        """Whether no check has shown that losses of this kind do not add up."""
+        return self._is_clear.get(kind, True)
+
+    def take(self, check: LossCheck, run: Callable[[], T]) -> T | None:
+        """Return what ``run`` returns; ``None``, and what it has changed is as before, if the
+        losses do not add up."""
+        before = Before(check.model) if check.is_due else None
+        try:
+            found = run()
+        except LossesDoNotAddUp:
+            assert before is not None
+            self._is_clear[check.kind] = False
+            before.restore()
+            return None
+        if check.is_clear:
+            self._is_clear[check.kind] = True
+        return found
 
     def take_step(
         self, model: Any, arguments: Mapping[str, Any], call: StepCall,
         take: Callable[[StepCall], Any],
     ) -> Any:  # fmt: skip
         """Take a step whose loss is the model's: in one micro-batch if nothing else is exact."""
-        items = self.number_of(model, arguments)
-        if items is None:
+        check = self.check_of(model, arguments)
+        if check is None:
             return take(call)
-        kwargs = {**call.kwargs, "num_items_in_batch": items.number}
+        kwargs = {**call.kwargs, "num_items_in_batch": check.number}
         added = call._replace(kwargs=kwargs, reduction="sum")
-        if not self.is_due(items):
-            return take(added)
-        taken = inspect.signature(model.loss_function).parameters
-        target = {k: v for k, v in arguments.items() if k in taken}
-        check, before = LossCheck(model, items), Before(model)
-        try:
-            found = take(added._replace(target=target, loss_fn=check.own_loss))
-        except LossesDoNotAddUp:
-            self.note(check, False)
-            before.restore()
-        else:
-            self.note(check, True)
-            return found
-        # Not where the error is handled, whose frames hold tensors.
-        return take(call if items.is_counted else call._replace(chunks=1))
+        if check.is_due:
+            taken = inspect.signature(model.loss_function).parameters
+            target = {k: v for k, v in arguments.items() if k in taken}
+            added = added._replace(target=target, loss_fn=check.own_loss)
+        found = self.take(check, partial(take, added))
+        if found is None:
+            return take(call if check.is_counted else call._replace(chunks=1))
+        return found
 
 
 class Before:
@@ -124,34 +128,40 @@ class LossesDoNotAddUp(Exception):
     """The losses of micro-batches do not add up, as the first one has shown."""
 
 
+@dataclass(slots=True, eq=False)
 class LossCheck:
-    """Compares the loss of the first micro-batch with the model's ``loss_function``.
+    """Compares the loss of the first micro-batch with the model's ``loss_function``."""
 
-    Args:
-        model: the model.
-        items: what divides the loss.
-    """
-
-    is_clear = False
+    model: nn.Module
+    number: Any
+    """What divides the loss of the mini-batch."""
+    is_counted: bool
+    """Whether it was counted from the labels, rather than given."""
+    kind: Hashable
+    """What calls have in common whose losses are computed alike."""
+    is_due: bool
+    """Whether to look at all."""
+    is_clear: bool = False
     """Whether a comparison has shown that losses add up; a loss of no labels shows nothing."""
 
-    def __init__(self, model: nn.Module, items: NumberOfItems) -> None:
-        self._model, self.items = model, items
+    def looks_now(self) -> bool:
+        """Whether to look at the current micro-batch."""
+        return self.is_due and current_microbatch() == 0
 
     def around(self, call: Callable[..., Any], named: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``call``, which calls the model, with a look at the first micro-batch."""
 
         def checked(*args: Any, **kwargs: Any) -> Any:
             y = call(*args, **kwargs)
-            if current_microbatch() == 0:
+            if self.looks_now():
                 self.look(y, named(args, kwargs))
             return y
 
-        return checked
+        return checked if self.is_due else call
 
     def own_loss(self, output: Value, target: Value) -> Tensor:
         """Return the model's own loss, with a look at the first micro-batch."""
-        if current_microbatch() == 0:
+        if self.looks_now():
             self.look(output, target)
         return own_loss(output, target)
 
@@ -168,13 +178,13 @@ class LossCheck:
         numbers = [x for x in tensors_of(output)[0] if not x.dim()]
         if loss is None or logits is None or logits.dim() <= labels.dim() or len(numbers) > 1:
             raise LossesDoNotAddUp
-        count = _count(self._model, arguments) if self.items.is_counted else None
         added = logits.size(labels.dim() - 1) - labels.size(-1)  # by prompts of peft
         labels = nn.functional.pad(labels, (max(added, 0), 0), value=-100)
         if labels.is_floating_point() or labels.shape != logits.shape[:-1]:
             raise LossesDoNotAddUp
-        function: Any = self._model.loss_function
+        function: Any = self.model.loss_function
         taken = inspect.signature(function).parameters
+        count = _count(arguments, _shifts(function)) if self.is_counted else None
         options = {k: v for k, v in arguments.items() if k in taken}
         options |= {"logits": logits.detach(), "labels": labels, "vocab_size": logits.size(-1)}
         self.compare(loss, lambda n: function(**{**options, "num_items_in_batch": n}), count)
@@ -185,7 +195,7 @@ class LossCheck:
         Raises:
             LossesDoNotAddUp: it is another one, or something else divides it.
         """
-        number = self.items.number
+        number = self.number
         if isinstance(number, Tensor):
             number = number.to(loss.device)
         with torch.no_grad():
@@ -222,10 +232,15 @@ def _takes(signature: inspect.Signature) -> bool:
     return any([p.kind is p.VAR_KEYWORD or p.name == "num_items_in_batch" for p in parameters])
 
 
-def _count(model: Any, arguments: Mapping[str, Any]) -> Tensor:
-    """Return the number of labels that count, if the model shifts them where its loss does."""
+def _shifts(loss_function: Any) -> bool:
+    """Whether a loss function shifts labels, as that of a causal model does."""
+    return "shift_labels" in inspect.signature(loss_function).parameters
+
+
+def _count(arguments: Mapping[str, Any], shifts: bool) -> Tensor:
+    """Return the number of labels that count."""
     labels, shifted = arguments["labels"], arguments.get("shift_labels")
-    if "shift_labels" in inspect.signature(model.loss_function).parameters:
+    if shifts:
         labels = labels[..., 1:] if shifted is None else shifted
     count: Tensor = (labels != arguments.get("ignore_index", -100)).sum()
     return count

@@ -57,8 +57,6 @@ class ModelRun:
     """The deferred statistics of the whole model, if any. One worker notes each layer's."""
     draws: bool = False
     """Whether any layer might draw random numbers; in which partition it will is unknown."""
-    graphs: dict[int, MicroBatchGraph] = field(default_factory=dict)
-    """The graph of each micro-batch in a step."""
     called_in: dict[nn.Module, int] = field(default_factory=dict)
     """The partition that each layer was first called in."""
     parameters: ParameterCopies | None = None
@@ -93,7 +91,6 @@ class ModelRun:
     def clear(self) -> None:
         """Forget all micro-batches."""
         self.inspection = None
-        self.graphs.clear()
         if self.step is not None:
             self.step.ledger.graphs.clear()
 
@@ -116,8 +113,6 @@ class AroundLayers:
         self._recording: ForwardRecording | None = None
         self._rng: TaskRng  # the random numbers of the partition
         self._rng_block = ExitStack()  # the block in which it draws them
-        if self._graph is not None:
-            model_run.graphs[i] = self._graph
 
     def run(self, stage: Stage, forward: Callable[[Value], Value], x: Value) -> Value:
         """Run ``forward`` on ``x``, beginning in ``stage``; return what the last stage sends."""

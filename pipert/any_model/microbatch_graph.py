@@ -9,6 +9,7 @@ the same values but another graph, takes its place.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from itertools import compress, repeat
 from operator import is_
 
@@ -51,6 +52,7 @@ class MicroBatchGraph:
         self.j, self.first = j, node_count()
         start = next(iter(self._numbers.values())).start if self._numbers else self.first
         self.earlier = range(start, self.first)
+        self._ledger.graphs[self._i, j].look_behind = partial(self._look_behind, j)
 
     def end(self) -> None:
         """End the partition."""
@@ -75,7 +77,7 @@ class MicroBatchGraph:
         entered[0].grad_fn.mark = self._mark  # type: ignore[union-attr]
         return entered
 
-    def look_behind(self, j: int, ends: list[Node]) -> Behind:
+    def _look_behind(self, j: int, ends: list[Node]) -> Behind:
         """Return what is behind the ends of partition ``j``.
 
         Raises:

@@ -8,22 +8,19 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import Node
 
 from pipert._typing import Value
 from pipert.any_model.around_layers import ModelRun
 from pipert.any_model.microbatch_forward import MicroBatchForward
-from pipert.any_model.microbatch_graph import MicroBatchGraph
 from pipert.any_model.microbatch_thread import MicroBatchThreads
 from pipert.any_model.model_layers import ModelLayers
 from pipert.any_model.shared_state import Inspection, SharedState
-from pipert.autograd.leaves import Behind
 from pipert.layers.batchnorm import DeferredStats
 from pipert.layers.intercepted import calls_of, intercept, is_unseen, release
 from pipert.model.cuts import lookup
@@ -31,7 +28,6 @@ from pipert.schedules.action import FORWARD
 from pipert.skip.routes import routes
 from pipert.stage.actions import ACTIONS, Actions
 from pipert.stage.assembly import Layered, assemble
-from pipert.stage.call_boundary import CallBoundary
 from pipert.stage.loss import StepFunction
 from pipert.stage.run import Run
 from pipert.stage.stage import Stage
@@ -57,7 +53,7 @@ class AnyModel:
         self.threads = MicroBatchThreads()
         self.layers = ModelLayers(module, partitions, cuts)
         self._begun = {name: p._modules[name] for name, p in zip(cuts, partitions[1:], strict=True)}
-        self._model = Layered(self.partitions, routes(self.partitions), copies_weights=False)
+        self._model = Layered(self.partitions, routes(self.partitions), keeps_forward=True)
         self._shared = SharedState([module])
         self._intercepted = [*self.layers.encoders, *self.layers]
         intercept(self._intercepted)
@@ -87,13 +83,7 @@ class AnyModel:
         actions = ModelActions(model_run, self.threads)
         stages = assemble(run, self._model, inputs, step, None, actions.table())
         for stage in stages:
-            stage.weights_elsewhere = ()  # they are copied in the partition that uses them
             stage.layers.copies = model_run.parameters
-            stage.boundary.copies.come_in |= len(set(run.devices)) > 1
-            if stage.step_boundary is not None:
-                stage.step_boundary.look = partial(_look_behind, model_run.graphs)
-            if isinstance(stage.boundary, CallBoundary):  # no tokens: turns fix the order
-                stage.boundary.in_turn = stage.boundary.forks_last = True
         model_run.draws = any(stage.layers.draws for stage in stages)
         run.seed.draw()  # the model's own code may draw
         if run.plan.m > 1 and run.plan.n > 1 and self._shared.is_due():
@@ -127,12 +117,6 @@ class AnyModel:
     def to_end(self) -> Callable[[], None]:
         """Return a function that stops the threads and the interception. Keeps no module alive."""
         return partial(_end, self.threads, weakref.WeakSet(self._intercepted))
-
-
-def _look_behind(
-    graphs: Mapping[int, MicroBatchGraph], i: int, j: int, ends: list[Node]
-) -> Behind:
-    return graphs[i].look_behind(j, ends)
 
 
 def _end(threads: MicroBatchThreads, layers: Iterable[nn.Module]) -> None:

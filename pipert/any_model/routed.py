@@ -25,6 +25,7 @@ import inspect
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -33,7 +34,7 @@ from torch import Tensor, nn
 
 from pipert._torch import backward_id
 from pipert._typing import Value
-from pipert.any_model.added_losses import Before, LossCheck, LossesAddUp, LossesDoNotAddUp
+from pipert.any_model.added_losses import LossesAddUp
 from pipert.batch.joining import JoinNumbers
 from pipert.batch.microbatch import Replicate
 from pipert.batch.tensors import describe, tensors_of
@@ -142,40 +143,27 @@ class Routed(Guest):
     ) -> Any:  # fmt: skip
         """Call the module in its pipe, as ``call`` does for each micro-batch."""
         arguments, first = self.named(args, kwargs), _first_tensor((*args, *kwargs.values()))
-        items = None if pipe.chunks == 1 else self.losses.number_of(self._module, arguments)
+        check = None if pipe.chunks == 1 else self.losses.check_of(self._module, arguments)
         makes_cache = self._makes_cache(arguments)
-        why = self._why_in_one(arguments, first, items is not None, makes_cache)
-        changed, whole, check = dict[str, Any](), (args, kwargs), None
+        why, whole = self._why_in_one(arguments, first, check is not None, makes_cache), None
         if not why and pipe.chunks > 1:
             whole = self.with_whole(args, kwargs)
             rows = {len(x) for x in tensors_of(whole)[0] if x.dim()}
-            if items is not None and len(rows) > 1:
-                why = _UNKNOWN_LOSS  # of labels that cannot be split, such as those beside images
-            elif items is not None:
-                changed["num_items_in_batch"] = items.number
-                check = LossCheck(self._module, items) if self.losses.is_due(items) else None
+            if check is not None and len(rows) > 1:
+                why, whole = _UNKNOWN_LOSS, None  # labels that cannot be split, as beside images
         if why == _UNKNOWN_LOSS:
             self.warn_of_loss(pipe)
-            whole = args, kwargs
+        positional, named = whole or (args, kwargs)
         keeps = not torch.is_grad_enabled() or not pipe.splits_or_recomputes(bool(why))
         if getattr(self._module, "config", None) is not None:
-            changed |= self._use_cache(arguments, keeps)
-        before = None if check is None else Before(self._module)
-        try:
-            y = pipe.call_model(
-                call if check is None else check.around(call, self.named),
-                whole[0], {**whole[1], **changed}, why,
-                _refuse_numbers if items is None else _Sum(), seconds,
-            )  # fmt: skip
-        except LossesDoNotAddUp:
-            assert check is not None and before is not None
-            self.losses.note(check, False)
-            before.restore()
-        else:
-            if check is not None:
-                self.losses.note(check, True)
-            return y
-        return self.run_in(pipe, call, args, kwargs, seconds)  # in one micro-batch
+            named = named | self._use_cache(arguments, keeps)
+        if check is None or why:
+            return pipe.call_model(call, positional, named, why, _refuse_numbers, seconds)
+        named = named | {"num_items_in_batch": check.number}
+        checked = check.around(call, self.named)
+        run = partial(pipe.call_model, checked, positional, named, "", _Sum(), seconds)
+        y = self.losses.take(check, run)
+        return self.run_in(pipe, call, args, kwargs, seconds) if y is None else y
 
     def warn_of_loss(self, pipe: Runs) -> None:
         """Warn once of a loss that is computed in one micro-batch."""

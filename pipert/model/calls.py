@@ -11,14 +11,13 @@ import contextlib
 import random
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from pipert._torch import DispatchMode, dispatch_modes, pytree, schemas, storage_of
+from pipert._torch import DispatchMode, dispatch_modes, is_mutable, pytree, storage_of
 from pipert._typing import Value
 from pipert.batch.microbatch import Arguments, arguments_of, explain_example
 from pipert.batch.tensors import tensors_of
@@ -142,20 +141,11 @@ class KeepingParameters(DispatchMode):  # type: ignore[misc]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        schema = _schemas().get(func.name())
-        if schema is None:
-            self._keep((args, kwargs))
-        elif schema.is_mutable:
-            given = dict(enumerate(args)) | kwargs
-            writes = [(k, x.name) for k, x in enumerate(schema.arguments) if _is_written(x)]
-            self._keep([given.get(k, given.get(name)) for k, name in writes])
-        return func(*args, **kwargs)
-
-    def _keep(self, value: Value) -> None:
-        for tensor in filter(_has_memory, tensors_of(value)[0]):
-            for changed in self._left.pop(storage_of(tensor), ()):
-                self._copies.append((changed, changed.detach().clone()))
+        if is_mutable(func):  # what an operation writes to is one of its arguments
+            for tensor in filter(_has_memory, tensors_of((args, kwargs or {}))[0]):
+                for changed in self._left.pop(storage_of(tensor), ()):
+                    self._copies.append((changed, changed.detach().clone()))
+        return func(*args, **kwargs or {})
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -176,16 +166,6 @@ class KeepingParameters(DispatchMode):  # type: ignore[misc]
                 parameter.data = before
         for parameter, copy in self._copies:
             parameter.data.copy_(copy)
-
-
-@cache
-def _schemas() -> dict[str, Any]:
-    """Return the schemas by name. Of operations that are defined later, all may be written."""
-    return {f"{one.name}.{one.overload_name}".rstrip("."): one for one in schemas() or ()}
-
-
-def _is_written(argument: Any) -> bool:
-    return argument.alias_info is not None and argument.alias_info.is_write
 
 
 def _has_memory(tensor: Tensor) -> bool:

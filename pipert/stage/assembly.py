@@ -62,8 +62,9 @@ class Layered:
     partitions: tuple[nn.Sequential, ...]
     skips: tuple[PartitionSkips, ...]
     """For each partition, where its skips come from and go to."""
-    copies_weights: bool = True
-    """Whether stages copy parameters that live on other devices. Any model does that itself."""
+    keeps_forward: bool = False
+    """Whether a ``forward`` of the model's own calls the layers: it brings to them what comes from
+    any earlier partition, and weights of other devices."""
 
     @property
     def entry(self) -> nn.Module | None:
@@ -101,7 +102,7 @@ def assemble(
     statistics are noted in ``stats``. ``actions`` says how to carry out each kind of action.
     """
     n = len(model.partitions)
-    weights = weights_elsewhere(model.partitions, run.devices if model.copies_weights else ())
+    weights = weights_elsewhere(model.partitions, () if model.keeps_forward else run.devices)
     previous = ["", *map(last_layer, model.partitions)]
     places = [Place(j, n, run.plan.m, run.devices[j], previous[j]) for j in range(n)]
     exit_link = to_caller(run.outputs) if step is None else NOWHERE
@@ -114,9 +115,9 @@ def assemble(
         skips = model.skips[j]
         layers = _layers(run, partition, place, skips, step)
         links = Links(values[j], values[j + 1], gradients[j], gradients[j + 1])
-        copies = Copies(run, j, skips, _transport(run, place, step))
+        copies = Copies(run, j, skips, _transport(run, place, step), model.keeps_forward)
         partition_stats = stats.partitions[j] if stats else None
-        ends = _ends(run, place, copies, step)
+        ends = _ends(run, place, copies, step, model.keeps_forward)
         own = skips if skips.pops else None
         stage = Stage(run, place, layers, own, links, ends, weights[j], partition_stats)
         stage.handlers = {
@@ -149,13 +150,13 @@ def _transport(run: Run, place: Place, step: Step | None) -> Transport:
 
 
 def _ends(
-    run: Run, place: Place, copies: Copies, step: Step | None
+    run: Run, place: Place, copies: Copies, step: Step | None, keeps_forward: bool
 ) -> CallBoundary | StepBoundary:
     if step is None:
         grad = run.context.grad_enabled
-        in_turn = len(set(run.devices)) == 1
+        in_turn = keeps_forward or len(set(run.devices)) == 1
         # The last micro-batch goes backward first. It needs a turn where its nodes compete with
         # others: with the caller's in the last partition, with its own where there are no joins.
-        forks_last = in_turn and (place.m == 1 or place.is_last)
+        forks_last = keeps_forward or in_turn and (place.m == 1 or place.is_last)
         return CallBoundary(place.device, place.m - 1, grad, copies, in_turn, forks_last)
     return StepBoundary(step, run, place, copies)

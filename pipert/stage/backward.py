@@ -61,10 +61,10 @@ def differentiate_partition(
     if not ys:
         return
     ends = list(map(_node, ys))
-    if cut.look is None:
+    if graph.look_behind is None:
         behind = leaves_behind(ends, [order.ENTRANCE], cut.numbers())
     else:
-        behind = cut.look(i, stage.place.j, ends)
+        behind = graph.look_behind(ends)
     _refuse_own_hooks(cut, behind.leaves)
     run = partial(gradients_of, stage, behind)
     xs = [crossing.entered for crossing in graph.entered]

@@ -79,14 +79,18 @@ class PlainTransport:
 class Copies:
     """The copies to the device of stage *j*. Used by its worker only."""
 
-    def __init__(self, run: Run, j: int, skips: PartitionSkips, transport: Transport) -> None:
+    def __init__(
+        self, run: Run, j: int, skips: PartitionSkips, transport: Transport,
+        from_any: bool = False,
+    ) -> None:  # fmt: skip
         self._run = run
         self._device = run.devices[j]
         self.transport = transport
         self.previous = j - 1 if j > 0 else None
         """The partition that the input comes from; ``None`` for the caller."""
-        sources = [*range(j)[-1:], *[k for _, k in skips.arriving]]
-        readers = [*range(len(run.devices))[j + 1 : j + 2], *[k for _, k in skips.leaving]]
+        every = range(len(run.devices))
+        sources = [*(every if from_any else every[:j][-1:]), *[k for _, k in skips.arriving]]
+        readers = [*every[j + 1 : j + 2], *[k for _, k in skips.leaving]]
         # Whether values come, or may come, from other devices, and whether others copy from here.
         self.come_in = j == 0 or any([run.devices[k] != self._device for k in sources])
         self.go_out = any([run.devices[k] != self._device for k in readers])

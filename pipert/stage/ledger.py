@@ -16,13 +16,15 @@ else uses what a task finds here, and each list is in a fixed order.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, Node
 
 from pipert._typing import Tensors
 from pipert.autograd import order
+from pipert.autograd.leaves import Behind
 from pipert.layers.segments import Segments
 
 
@@ -51,6 +53,8 @@ class PartitionGraph:
     """The loss, in the last partition."""
     segments: Segments | None = None
     """What ``R[i,j]`` repeats, if the micro-batch is checkpointed."""
+    look_behind: Callable[[list[Node]], Behind] | None = None
+    """Returns what is behind the ends of the graph; by default the stage's nodes are its own."""
 
 
 class Ledger:

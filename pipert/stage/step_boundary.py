@@ -8,16 +8,13 @@ do it in parallel.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node
 
 from pipert._torch import node_count
 from pipert._typing import Value
-from pipert.autograd.leaves import Behind
 from pipert.autograd.order import begin_numbers
 from pipert.autograd.weight_gradients import DeferredGradients
 from pipert.batch.tensors import Carried, differentiable
@@ -30,7 +27,6 @@ from pipert.stage.gradients import Gradients
 from pipert.stage.run import Run
 from pipert.stage.step import Step
 
-Look = Callable[[int, int, list[Node]], Behind]
 """Finds what is behind the ends of the graph of a micro-batch, in a partition."""
 
 
@@ -46,7 +42,7 @@ class StepBoundary:
 
     __slots__ = (
         "_callers", "_first", "_place", "_seed", "copies", "gradients", "deferred",
-        "defers_weights", "look", "step",
+        "defers_weights", "step",
     )  # fmt: skip
 
     def __init__(
@@ -64,8 +60,6 @@ class StepBoundary:
         self._place = place
         self._seed = run.seed
         self.copies = copies
-        self.look: Look | None = None
-        """By default the nodes made in the stage are its own."""
         self._callers = run.first_node
         self._first: int | None = None  # nodes made here have numbers from this on
 
