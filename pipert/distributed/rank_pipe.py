@@ -23,10 +23,9 @@ from pipert._torch import NormBase, refuse_unsupported
 from pipert._typing import Device, Value
 from pipert.distributed.rank_agreement import Site
 from pipert.distributed.rank_gradients import SharedParameters, check_tied, norm_of_all, tie
-from pipert.distributed.rank_partition import StageModule
 from pipert.distributed.rank_reports import Call, RankSettings
-from pipert.distributed.rank_run import RankParts, RankRuntime
-from pipert.distributed.rank_stage import check_schedule, ranks_of
+from pipert.distributed.rank_run import RankParts, RankRuntime, check_schedule, ranks_of
+from pipert.distributed.rank_stage import StageModule
 from pipert.layers.batchnorm import check_batch_norm
 from pipert.layers.place import last_layer
 from pipert.model.settings import check_checkpoint, check_chunks

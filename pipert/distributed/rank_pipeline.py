@@ -16,7 +16,6 @@ from pipert.balance.by_calls import choose_cuts
 from pipert.batch.microbatch import Arguments, arguments_of, ready
 from pipert.distributed.rank_agreement import Site
 from pipert.distributed.rank_parameters import Load, materialise, own_tree, stage_modules
-from pipert.distributed.rank_partition import StageModule, moved
 from pipert.distributed.rank_pipe import (
     RankPipe,
     Wrap,
@@ -25,8 +24,8 @@ from pipert.distributed.rank_pipe import (
     refuse_shared_norms,
     shared_of,
 )
-from pipert.distributed.rank_run import RankParts
-from pipert.distributed.rank_stage import ranks_of
+from pipert.distributed.rank_run import RankParts, ranks_of
+from pipert.distributed.rank_stage import StageModule, moved
 from pipert.distributed.replay_model import ReplayModel, cuts_of
 from pipert.layers.batchnorm import check_batch_norm
 from pipert.layers.intercepted import intercept, release

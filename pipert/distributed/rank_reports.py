@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipert._typing import Value
-from pipert.batch.microbatch import batch_of_step, ready, scatter_with_sizes
+from pipert.batch.microbatch import Batch, batch_of_step, ready, scatter_with_sizes
 from pipert.batch.tensors import tensors_of
 from pipert.batch.trees import ORDINARY, flatten
 from pipert.distributed.rank_agreement import Site
@@ -20,7 +20,7 @@ from pipert.layers.compiling import refuse_compilation
 from pipert.layers.modules import compute_cached
 from pipert.layers.random_numbers import next_seed
 from pipert.stage.loss import Loss, LossFunction, check_step, denominator_of, loss_of, scale_of
-from pipert.stage.loss_checks import unequal_counts, warn_of_unequal_counts
+from pipert.stage.loss_checks import LossChecks, StepCall
 from pipert.workers.context import refuse_transforms
 
 
@@ -87,15 +87,13 @@ def prepare(
     call: Call,
     settings: RankSettings,
     tied: dict[int, bool],
-    checks: bool = False,
-) -> tuple[RankReport, list[Value], Callable[[Sequence[int]], Loss] | None]:
+    checks: LossChecks,
+) -> tuple[RankReport, list[Value], Callable[[int, Sequence[int]], Loss] | None]:
     """Check what this rank has for a mini-batch, and split it into micro-batches.
-
-    If it ``checks``, it warns of targets of which unequal numbers count.
 
     Returns:
         The report; the input of each micro-batch, where this rank's count; and on the last one of a
-        step what makes the loss, from the number of rows in each micro-batch.
+        step what makes the loss, from the number of micro-batches and of rows in each.
     """
     refuse_compilation()
     refuse_transforms()
@@ -121,12 +119,14 @@ def prepare(
             denominator = denominator_of(call.denominator, [device])
             targets, target_sizes = call.split_target(chunks)
 
-            def make_loss(sizes: Sequence[int]) -> Loss:
-                each = targets if target_sizes else [targets[0]] * len(sizes)
-                if checks and target_sizes and call.reduction == "mean" and denominator is None:
-                    if counts := unequal_counts(each, sizes):
-                        warn_of_unequal_counts(counts, "loss_fn")
-                return loss_of(function, each, sizes, call.reduction, denominator, scale)
+            def make_loss(m: int, sizes: Sequence[int]) -> Loss:
+                each = list(targets) if target_sizes else [targets[0]] * m
+                loss = loss_of(function, each, sizes, call.reduction, denominator, scale)
+                given = call.target, call.microbatches, chunks, settings.schedule, call.reduction
+                about = call.args, call.kwargs, function, None, *given
+                step = StepCall(*about, denominator, scale, call.keep_outputs)
+                loss.watch = checks.of_step(step, Batch(each, each, sizes))
+                return loss
 
             loss_of_sizes = make_loss
     mode = "training" if any(m.training for m in modules.values()) else "evaluation"

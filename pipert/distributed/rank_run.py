@@ -8,15 +8,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import ScheduleGPipe, ScheduleLoopedBFS
+from torch.distributed.pipelining.schedules import get_schedule_class
 
 from pipert._typing import Value
 from pipert.batch.joining import gather
@@ -28,16 +29,9 @@ from pipert.distributed.rank_gradients import (
     TiedParameter,
     sum_tied,
 )
-from pipert.distributed.rank_partition import (
-    Compute,
-    RankBatch,
-    RankPartition,
-    StageModule,
-    compute_chain,
-)
 from pipert.distributed.rank_reports import Call, RankSettings, check, prepare, share
-from pipert.distributed.rank_stage import RankStage, make_schedule
-from pipert.distributed.replay_model import ReplayComputing, ReplayModel
+from pipert.distributed.rank_stage import RankBatch, RankPartition, RankStage, StageModule
+from pipert.distributed.replay_model import ReplayLayers, ReplayModel
 from pipert.layers.batchnorm import DeferredStats
 from pipert.layers.call import Layers, RandomLayers
 from pipert.layers.place import Place
@@ -46,7 +40,8 @@ from pipert.observe.notifier import Counters
 from pipert.schedules.plan import plan, plan_call, recomputed
 from pipert.skip import store
 from pipert.skip.routes import PartitionSkips
-from pipert.stage.step import without_grad
+from pipert.stage.loss_checks import LossChecks
+from pipert.stage.step import Step
 from pipert.stage.step_boundary import leaf_inputs
 from pipert.workers.context import CallerContext
 
@@ -87,7 +82,7 @@ class RankRuntime:
     """The parameters that this rank shares with others."""
 
     def __post_init__(self) -> None:
-        self.counters = Counters()
+        self.counters, self._checks = Counters(), LossChecks()
         layers = [layer for part in self.parts.modules.values() for layer in part.modules()]
         self._sharded = [layer for layer in layers if isinstance(layer, FSDPModule)]
         self._schedules: dict[tuple[str, int, bool], tuple[Any, list[RankStage]]] = {}
@@ -103,9 +98,8 @@ class RankRuntime:
         inputs_of = "first" if replayed is None else replayed.inputs
         with site.agreement.agreeing("a mini-batch") as reports:
             tied = {one.number: one.parameter.requires_grad for one in self.tied}
-            checks = self.counters.runs & (self.counters.runs + 1) == 0  # mini-batches 1, 2, 4 ...
             report, inputs, make_loss = prepare(
-                site, modules, inputs_of, call, settings, tied, checks
+                site, modules, inputs_of, call, settings, tied, self._checks
             )
             reports.append(report)
         check(site, reports)
@@ -123,25 +117,21 @@ class RankRuntime:
                     # Also in a forward: a new stage of torch drops gradients of sharded parameters.
                     earlier = EarlierGradients(self.wrapped.values())
                     stats = DeferredStats([*modules.values()]) if settings.deferred else None
-                    loss = None if make_loss is None else make_loss(first.sizes)
-                    given = [*inputs, *(() if loss is None else loss.targets)]
+                    sizes = first.sizes if call.microbatches is None else ()
+                    step = None
+                    if make_loss is not None:
+                        step = Step(make_loss(m, sizes), call.keep_outputs)
+                    given = [*inputs, *(() if step is None else step.loss.targets)]
                     leaves = [leaf_inputs(x) for x in given] if call.is_step else given
-                    if loss is not None:
-                        loss.targets = leaves[len(inputs) :]
+                    if step is not None:
+                        step.loss.targets = leaves[len(inputs) :]
                     context = CallerContext([site.device] if site.device.type == "cuda" else [])
                     context.set_variable(store.of_task, store.NEW)
                     batch = RankBatch(
-                        first.sizes,
-                        leaves[: len(inputs)],
+                        m, sizes, leaves[: len(inputs)],
                         recomputed(settings.checkpoint, m) if call.is_step else 0,
-                        seed,
-                        notifier,
-                        context,
-                        loss,
-                        call.keep_outputs,
-                        is_ready=call.microbatches is not None,
-                        is_sharded=bool(self._sharded),
-                    )
+                        seed, notifier, context, step, bool(self._sharded),
+                    )  # fmt: skip
                     prepared = self._prepared(settings.schedule, batch, stats, call.is_step)
                     if replayed is not None:
                         replayed.prepare(batch)
@@ -163,33 +153,35 @@ class RankRuntime:
         self, batch: RankBatch, stats: DeferredStats | None
     ) -> Iterator[RankPartition]:
         """Make the objects that compute this rank's partitions in this mini-batch."""
-        m, n = len(batch.sizes), len(self.site.homes)
+        n = len(self.site.homes)
         for k, (j, module) in enumerate(self.parts.modules.items()):
-            place = Place(j, n, m, self.site.device, self.parts.before[j])
+            place = Place(j, n, batch.m, self.site.device, self.parts.before[j])
             skips = self.parts.skips[j]
             about = module, place, batch.context, skips, batch.notifier, batch.effects
-            draws_loss = place.is_last and batch.loss is not None and batch.loss.draws
-            layers = Layers(*about)
+            draws_loss = place.is_last and batch.step is not None and batch.step.loss.draws
+            layers: Any = Layers(*about)
             if draws_loss or draws(module):
                 layers = RandomLayers(batch.seed, *about)
-            own_stats = None if stats is None else stats.partitions[k]
-            compute: Compute = partial(compute_chain, layers, skips, batch.recomputed)
             if self.parts.replayed is not None:
-                compute = ReplayComputing(self.parts.replayed, place, layers, batch).forward
-            yield RankPartition(module, place, layers, compute, batch, own_stats)
+                layers = ReplayLayers(self.parts.replayed, place, layers, batch)
+            own_stats = None if stats is None else stats.partitions[k]
+            yield RankPartition(batch, place, layers, own_stats, bool(skips))
 
     def _prepared(
         self, name: str, batch: RankBatch, stats: DeferredStats | None, is_step: bool
     ) -> Prepared:
         """Return torch's schedule, which is kept for as many micro-batches, and its stages."""
-        key = name, len(batch.sizes), is_step
+        key = name, batch.m, is_step
         if key not in self._schedules:
-            stages = [RankStage(module, j, self.site) for j, module in self.wrapped.items()]
+            modules = self.parts.modules
+            stages = [
+                RankStage(modules[j], wrapped, j, self.site) for j, wrapped in self.wrapped.items()
+            ]
             # The last partition computes the loss itself.
             loss_fn = (lambda loss, _: loss) if is_step else None
             if len(self._schedules) == SCHEDULES:
                 self._schedules.clear()
-            self._schedules[key] = make_schedule(name, stages, len(batch.sizes), loss_fn), stages
+            self._schedules[key] = make_schedule(name, stages, batch.m, loss_fn), stages
         schedule, stages = self._schedules[key]
         return schedule, [*zip(stages, self._partitions(batch, stats), strict=True)]
 
@@ -222,7 +214,7 @@ class RankRuntime:
 
     def _run_schedule(self, prepared: Prepared, batch: RankBatch) -> None:
         schedule, stages = prepared
-        numbers = {} if batch.loss is None else {"target": torch.arange(len(batch.sizes))}
+        numbers = {} if batch.step is None else {"target": torch.arange(batch.m)}
         for stage, partition in stages:
             stage.begin(partition)
         try:
@@ -241,17 +233,15 @@ class RankRuntime:
     def _result(self, batch: RankBatch) -> tuple[Tensor, Value]:
         """Return the loss and the outputs; on all ranks but the last, placeholders."""
         loss, outputs = torch.ones((), device=self.site.device), None
-        m = range(len(batch.sizes))
         try:
             if not batch.is_failed:
                 batch.effects.check()
-                if batch.loss is not None:
-                    if not batch.loss.is_differentiable:
-                        raise without_grad()
-                    loss = batch.loss.of_mini_batch(torch.stack([batch.losses[i] for i in m]))
-                if batch.outputs:
-                    outputs = [batch.outputs[i] for i in m]
-                    outputs = outputs if batch.is_ready else gather(outputs, batch.sizes)
+                if batch.step is not None:
+                    batch.step.check()
+                    loss, outputs = batch.step.total(), batch.step.output
+                elif batch.outputs:
+                    outputs = [batch.outputs[i] for i in range(batch.m)]
+                    outputs = gather(outputs, batch.sizes) if batch.sizes else outputs
         except Exception as error:
             batch.fail(error, None)
         return loss, outputs
@@ -264,3 +254,58 @@ def _deliver(given: Sequence[Value], leaves: Sequence[Value]) -> None:
     arrived = [(x, dx) for x, dx in zip(tensors, grads, strict=True) if dx is not None]
     if arrived:
         torch.autograd.backward([x for x, _ in arrived], [dx for _, dx in arrived])
+
+
+_SINGLE = ("gpipe", "1f1b")  # with one partition on each rank
+_V_SHAPED = "zbvzerobubble"  # with two
+_SPLITTING = ("interleavedzerobubble", _V_SHAPED)
+NAMES = ("gpipe", "1f1b", "interleaved", "InterleavedZeroBubble", "ZBVZeroBubble")
+
+
+def check_schedule(schedule: Any, n: int, ranks: int, checkpoint: str) -> str:
+    """Check that a schedule fits ``n`` partitions on that many ranks; return its name."""
+    if not isinstance(schedule, str):
+        raise TypeError(
+            f"schedule must be one of {list(NAMES)}, got {schedule!r}: torch's runtime takes no "
+            "plan of yours by a public name; a pipert.Pipe does"
+        )
+    name = schedule.lower()
+    if name not in map(str.lower, NAMES):
+        raise ValueError(f"schedule must be one of {list(NAMES)}, got {schedule!r}")
+    needed, fits = "a multiple of the ranks", n % ranks == 0
+    if name in _SINGLE:
+        needed, fits = "one partition on each rank", n == ranks
+    if name == _V_SHAPED:
+        needed, fits = "two partitions on each rank", n == 2 * ranks
+    if not fits:
+        raise ValueError(
+            f"schedule {schedule!r} needs {needed}, but there are {n} partitions for {ranks} "
+            "ranks; 'interleaved' takes any multiple"
+        )
+    if name in _SPLITTING and checkpoint != "never":
+        raise ValueError(
+            f"schedule {schedule!r} puts gradients of weights off, which a backward that recomputes"
+            f" cannot; use checkpoint='never', or another schedule (checkpoint is {checkpoint!r})"
+        )
+    return "1f1b" if name == "interleaved" and n == ranks else name
+
+
+def ranks_of(name: str, n: int, ranks: int) -> list[int]:
+    """Return for each partition the index of its rank within the pipeline."""
+    if name == _V_SHAPED:
+        return [*range(ranks), *reversed(range(ranks))]
+    return [j % ranks for j in range(n)]
+
+
+def make_schedule(
+    name: str, stages: list[RankStage], m: int, loss_fn: Callable[..., Any] | None
+) -> Any:
+    """Make torch's schedule for ``m`` micro-batches; forward only without a ``loss_fn``."""
+    made: Any = get_schedule_class("Interleaved1F1B" if name == "interleaved" else name)
+    if name in _SINGLE:
+        if loss_fn is None or m < stages[0].num_stages:
+            made = ScheduleGPipe  # with so few micro-batches 1F1B is the same
+        return made(stages[0], m, loss_fn=loss_fn, scale_grads=False)
+    if loss_fn is None and name != _V_SHAPED:
+        made = ScheduleLoopedBFS
+    return made(stages, m, loss_fn=loss_fn, scale_grads=False)

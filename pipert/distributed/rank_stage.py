@@ -19,8 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, ScheduleGPipe, ScheduleLoopedBFS
-from torch.distributed.pipelining.schedules import get_schedule_class
+from torch.distributed.pipelining import PipelineStage
 
 from pipert._torch import hooks_on_grad
 from pipert._typing import Tensors, Value
@@ -31,12 +30,118 @@ from pipert.autograd.weight_gradients import Deferral, DeferredGradients, comput
 from pipert.batch.tensors import Carried, differentiable, tensors_of
 from pipert.distributed.rank_agreement import Site
 from pipert.distributed.rank_boundary import FAILED, Arrived, Parcel, pack, transfers
-from pipert.distributed.rank_partition import RankPartition, StageModule, moved
+from pipert.layers.batchnorm import PartitionStats
+from pipert.layers.effects import Effects
 from pipert.layers.phase import microbatch
+from pipert.layers.place import Place
+from pipert.layers.random_numbers import RunSeed
+from pipert.observe.notifier import Notifier
 from pipert.schedules.action import BACKWARD, FORWARD, Action
-from pipert.stage.shared_memory import compute_watching
-from pipert.stage.step_boundary import detached
-from pipert.workers.context import NOTHING
+from pipert.stage.actions import compute
+from pipert.stage.shared_memory import Shared
+from pipert.stage.step import Step, detached
+from pipert.workers.context import CallerContext
+
+
+class StageModule(nn.Sequential):
+    """The layers of a partition under the plain module's names: the module to wrap for DDP.
+
+    Its forward takes the tensors that arrive and returns those that leave. Only a pipe calls it.
+    """
+
+    forward_micro_batch: Callable[[Tensors], Tensors] | None = None
+    """Computes a micro-batch; set while a mini-batch runs."""
+
+    def forward(self, *tensors: Tensor) -> Any:
+        """Compute one micro-batch of the current mini-batch."""
+        if self.forward_micro_batch is None:
+            raise RuntimeError(
+                "a partition of pipert.distributed.Pipe is called by the pipe alone; call the "
+                "pipe, or the partition's layers"
+            )
+        return self.forward_micro_batch(tensors)
+
+
+@dataclass(eq=False)
+class RankBatch:
+    """The state of one mini-batch that this rank's partitions share."""
+
+    m: int
+    """The number of micro-batches."""
+    sizes: Sequence[int]
+    """The number of rows in each; empty if they came ready, so that outputs are not joined."""
+    inputs: Sequence[Value]
+    """The input of each micro-batch; a chain has them on its first rank alone."""
+    recomputed: int
+    """The number of micro-batches, counted from the first, whose layers are recomputed."""
+    seed: RunSeed
+    notifier: Notifier
+    context: CallerContext
+    step: Step | None
+    """The losses of a step; only on the rank of the last partition."""
+    is_sharded: bool
+    """Whether layers communicate with other replicas, as after ``fully_shard``."""
+    outputs: dict[int, Value] = field(default_factory=dict)
+    """Those of an evaluation."""
+    sent: list[dist.Work | None] = field(default_factory=list)
+    """Headers on their way."""
+    effects: Effects = field(default_factory=partial(Effects, at_end=True))
+    failure: tuple[BaseException, Action | None] | None = None
+    """The first error on this rank, and the action that raised it."""
+    records: list[Any] = field(default_factory=list)
+    """For each micro-batch of any model, its :class:`.Record`, or ``None`` if there is none."""
+    is_failed: bool = False
+    """Whether this rank has failed, or one before it."""
+    last: Action | None = None
+    """The action that began last."""
+
+    def at(self) -> str:
+        """Say where this rank is, for an error."""
+        return "before its first action" if self.last is None else f"at {self.last}"
+
+    def fail(self, error: BaseException, action: Action | None) -> None:
+        """Note an error, unless an earlier one was noted."""
+        self.failure, self.is_failed = self.failure or (error, action), True
+
+    def take_failure(self) -> tuple[BaseException, Action | None] | tuple[()]:
+        """Return the failure and forget it, so that no reference cycle keeps its frames alive."""
+        failure, self.failure = self.failure, None
+        return failure or ()
+
+
+@dataclass(eq=False)
+class RankPartition:
+    """One partition in one mini-batch, as ``stage.actions.compute`` takes it."""
+
+    batch: RankBatch
+    place: Place
+    layers: Any
+    stats: PartitionStats | None
+    is_carrying: bool
+    """Whether skips accompany its values."""
+    shared: Shared = field(default_factory=dict)
+
+    @property
+    def loss(self) -> Callable[[int, Value], Tensor] | None:
+        """Computes the loss, in the last partition; in an evaluation a zero."""
+        return self._finish if self.place.is_last else None
+
+    def _finish(self, i: int, y: Value) -> Tensor:
+        batch, place = self.batch, self.place
+        y = y.value if isinstance(y, Carried) else y
+        if batch.step is None:
+            batch.outputs[i] = detached(y)
+            return torch.zeros((), device=place.device)
+        target = moved(batch.step.loss.targets[i], place.device)
+        return batch.step.compute_loss(i, place, batch.seed, y, target).reshape(())
+
+    def compute(self, i: int, x: Value, shared: Shared) -> Value:
+        """Compute a micro-batch from what has arrived, or is its input; return what leaves."""
+        self.shared = shared
+        if isinstance(x, Carried) != self.is_carrying:  # skips begin here, or ended before
+            x = Carried(x, ()) if self.is_carrying else x.value
+        segments = self.layers.segments(i) if i < self.batch.recomputed else None
+        return compute(self, i, segments, x)
 
 
 @dataclass(slots=True, eq=False)
@@ -70,15 +175,15 @@ class RankMicroBatch:
 
 
 class RankStage(PipelineStage):
-    """Partition ``j`` as torch's schedules see it: ``module`` is its module, maybe wrapped."""
+    """Partition ``j`` as torch's schedules see it: they call ``wrapped``, maybe its ``module``."""
 
-    def __init__(self, module: nn.Module, j: int, site: Site) -> None:
+    def __init__(self, module: StageModule, wrapped: nn.Module, j: int, site: Site) -> None:
         # Without shapes torch would run the module to find them. Nobody uses these.
         shape = torch.empty(1, device="meta")
         xs = () if j == 0 else shape
-        super().__init__(module, j, len(site.homes), site.device, xs, shape, group=site.group)
+        super().__init__(wrapped, j, len(site.homes), site.device, xs, shape, group=site.group)
         self._agreement, self._group = site.agreement, site.group
-        self._is_wrapped = not isinstance(module, StageModule)  # by what must see each backward
+        self._module, self._is_wrapped = module, wrapped is not module  # which sees each backward
         self._before, _, self._after, *_ = (-1, *site.homes, -1)[j:]  # the neighbours' ranks
 
     def begin(self, partition: RankPartition) -> None:
@@ -87,11 +192,11 @@ class RankStage(PipelineStage):
         self._kept: dict[int, RankMicroBatch] = defaultdict(RankMicroBatch)
         self._backwards = 0
         self._pack: Callable[[Tensors], Parcel] | None = None
-        partition.module.forward_micro_batch = self._forward
+        self._module.forward_micro_batch = self._forward
 
     def end(self) -> None:
         """Drop all that is kept of the mini-batch."""
-        self._partition.module.forward_micro_batch = None
+        self._module.forward_micro_batch = None
         del self._partition, self._batch, self._kept
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
@@ -146,34 +251,15 @@ class RankStage(PipelineStage):
         return (self._zero(tensors),) if ys is None else ys
 
     def _compute(self, i: int, tensors: Tensors) -> Tensors:
-        partition, arrived = self._partition, self._kept[i].arrived
+        arrived = self._kept[i].arrived
         if arrived is None:
-            x = moved(self._batch.inputs[i], self.device)
+            y = self._partition.compute(i, moved(self._batch.inputs[i], self.device), {})
         else:
-            x = _entered(arrived.rebuild(tensors))
-        with NOTHING if partition.stats is None else partition.stats.collecting():
-            compute = partial(partition.compute, i)
-            if arrived is not None and arrived.shared:
-                y = compute_watching(arrived.shared, compute, x)
-            else:
-                y = compute(x)
-        if self.is_last:
-            return (self._compute_loss(i, y.value if isinstance(y, Carried) else y),)
+            y = self._partition.compute(i, _entered(arrived.rebuild(tensors)), arrived.shared)
         ys, rebuild = tensors_of(y)
-        self._pack = lambda ys: pack(rebuild(ys))
+        if not self.is_last:
+            self._pack = lambda ys: pack(rebuild(ys))
         return ys
-
-    def _compute_loss(self, i: int, y: Value) -> Tensor:
-        """Keep the output of the last partition; return its loss, or zero in an evaluation."""
-        batch, place = self._batch, self._partition.place
-        result = torch.zeros((), device=self.device)
-        if batch.loss is not None:
-            target = moved(batch.loss.targets[i], self.device)
-            result = batch.loss.compute(i, place, batch.seed, y, target).reshape(())
-            batch.losses[i] = batch.loss.share_of(i, result.detach())
-        if batch.keep_outputs:
-            batch.outputs[i] = detached(y)
-        return result
 
     def _zero(self, tensors: Tensors) -> Tensor:
         """Return a zero computed from all tensors for which a gradient is expected."""
@@ -232,14 +318,14 @@ class RankStage(PipelineStage):
 
         def go_back() -> None:
             ends, dys = kept.ys, list[Tensor | None](kept.dys)
-            if loss is not None and batch.loss is not None:
-                ends, dys = (loss,), [batch.loss.gradient_of(i, loss.detach())]
+            if loss is not None and batch.step is not None:
+                ends, dys = (loss,), [batch.step.loss.gradient_of(i, loss.detach())]
             elif kept.header == FAILED:
                 ends, dys = (self._zero(ends),), [None]
             # A wrapper would not see the second half of a split one.
             if full_backward or self._is_wrapped or batch.is_sharded:
                 # torch also counts second halves, which there are none of.
-                is_last = last_backward or self._backwards == len(batch.sizes)
+                is_last = last_backward or self._backwards == batch.m
                 given = {"stage_output": ends, "output_grads": dys, "input_values": kept.xs}
                 dxs[:], _ = self.backward_maybe_with_nosync("full", given, is_last)
             else:
@@ -275,6 +361,12 @@ class RankStage(PipelineStage):
 _TORCHS_ERROR = "Failed to run stage backward"
 
 
+def moved(value: Value, device: torch.device) -> Value:
+    """Return the value on a device."""
+    tensors, rebuild = tensors_of(value)
+    return rebuild(tuple([tensor.to(device) for tensor in tensors]))
+
+
 def _entered(x: Value) -> Value:
     """Pass the leaves of ``x`` through an operation, since no layer may change a leaf in place."""
     xs, rebuild = differentiable(x)
@@ -302,58 +394,3 @@ def _accumulate(leaves: Sequence[Tensor], gradients: Sequence[Tensor | None]) ->
             leaf.grad = dx.clone() if leaf.grad is None else leaf.grad + dx
             for hook in (hooks_on_grad(leaf) or {}).values():
                 hook(leaf)
-
-
-_SINGLE = ("gpipe", "1f1b")  # with one partition on each rank
-_V_SHAPED = "zbvzerobubble"  # with two
-_SPLITTING = ("interleavedzerobubble", _V_SHAPED)
-NAMES = ("gpipe", "1f1b", "interleaved", "InterleavedZeroBubble", "ZBVZeroBubble")
-
-
-def check_schedule(schedule: Any, n: int, ranks: int, checkpoint: str) -> str:
-    """Check that a schedule fits ``n`` partitions on that many ranks; return its name."""
-    if not isinstance(schedule, str):
-        raise TypeError(
-            f"schedule must be one of {list(NAMES)}, got {schedule!r}: torch's runtime takes no "
-            "plan of yours by a public name; a pipert.Pipe does"
-        )
-    name = schedule.lower()
-    if name not in map(str.lower, NAMES):
-        raise ValueError(f"schedule must be one of {list(NAMES)}, got {schedule!r}")
-    needed, fits = "a multiple of the ranks", n % ranks == 0
-    if name in _SINGLE:
-        needed, fits = "one partition on each rank", n == ranks
-    if name == _V_SHAPED:
-        needed, fits = "two partitions on each rank", n == 2 * ranks
-    if not fits:
-        raise ValueError(
-            f"schedule {schedule!r} needs {needed}, but there are {n} partitions for {ranks} "
-            "ranks; 'interleaved' takes any multiple"
-        )
-    if name in _SPLITTING and checkpoint != "never":
-        raise ValueError(
-            f"schedule {schedule!r} puts gradients of weights off, which a backward that recomputes"
-            f" cannot; use checkpoint='never', or another schedule (checkpoint is {checkpoint!r})"
-        )
-    return "1f1b" if name == "interleaved" and n == ranks else name
-
-
-def ranks_of(name: str, n: int, ranks: int) -> list[int]:
-    """Return for each partition the index of its rank within the pipeline."""
-    if name == _V_SHAPED:
-        return [*range(ranks), *reversed(range(ranks))]
-    return [j % ranks for j in range(n)]
-
-
-def make_schedule(
-    name: str, stages: list[RankStage], m: int, loss_fn: Callable[..., Any] | None
-) -> Any:
-    """Make torch's schedule for ``m`` micro-batches; forward only without a ``loss_fn``."""
-    made: Any = get_schedule_class("Interleaved1F1B" if name == "interleaved" else name)
-    if name in _SINGLE:
-        if loss_fn is None or m < stages[0].num_stages:
-            made = ScheduleGPipe  # with so few micro-batches 1F1B is the same
-        return made(stages[0], m, loss_fn=loss_fn, scale_grads=False)
-    if loss_fn is None and name != _V_SHAPED:
-        made = ScheduleLoopedBFS
-    return made(stages, m, loss_fn=loss_fn, scale_grads=False)

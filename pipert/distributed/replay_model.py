@@ -32,9 +32,9 @@ from pipert.distributed.placeholders import (
     strays,
     untouched,
 )
-from pipert.distributed.rank_partition import RankBatch
+from pipert.distributed.rank_stage import RankBatch
 from pipert.distributed.replay import Replay
-from pipert.layers.call import Layers
+from pipert.layers.call import Layers, Watch
 from pipert.layers.modules import modules_of
 from pipert.layers.place import Place, describe_layer
 from pipert.layers.random_numbers import RunSeed, TaskRng
@@ -214,19 +214,28 @@ class ReplayModel:
 
 
 @dataclass(eq=False)
-class ReplayComputing:
-    """Computes one partition in a mini-batch by replays."""
+class ReplayLayers:
+    """The layers of one partition in a mini-batch, called by replays of the model's forward."""
 
     model: ReplayModel
     place: Place
     layers: Layers
     batch: RankBatch
 
-    def forward(self, i: int, x: Value) -> Value:
+    def segments(self, i: int) -> Segments:
+        """Begin to checkpoint micro-batch ``i`` in its forward."""
+        return self.layers.segments(i)
+
+    def forward(
+        self, i: int, segments: Segments | None, x: Value, watch: Watch | None = None
+    ) -> Value:
         """Replay the forward of micro-batch ``i``, of which ``x`` has arrived."""
+        compute = partial(self._replay, i, segments)
+        return compute(x) if watch is None else watch(compute, x)
+
+    def _replay(self, i: int, segments: Segments | None, x: Value) -> Value:
         batch, cuts, device = self.batch, self.model.cuts, self.place.device
         drawing = event_drawing(batch.seed, i, device)
-        segments = self.layers.segments(i) if i < batch.recomputed else None
         compute = partial(self._call, i, segments, drawing)
         replay = Replay(cuts, self.place.j, device, drawing, compute, batch.records[i])
         if self.place.j:

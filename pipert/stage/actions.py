@@ -16,9 +16,10 @@ the graph, and ``B`` autograd's own walk along it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -27,13 +28,14 @@ from pipert._typing import Value
 from pipert.autograd.hooks import hiding_partial_gradients
 from pipert.autograd.weight_gradients import compute_deferred
 from pipert.batch.tensors import differentiable
+from pipert.layers.batchnorm import PartitionStats
 from pipert.layers.call import Compute
 from pipert.layers.random_numbers import TaskRng
 from pipert.layers.segments import Segments
 from pipert.observe.backward import makers, watch_nodes
 from pipert.schedules.action import BACKWARD, FORWARD, RECOMPUTE, WEIGHT, Action
 from pipert.stage.backward import begin, differentiate_partition
-from pipert.stage.shared_memory import compute_watching
+from pipert.stage.shared_memory import Shared, compute_watching
 from pipert.stage.stage import Execute, Stage
 from pipert.workers.context import NOTHING
 
@@ -52,7 +54,20 @@ def forward(stage: Stage, i: int, x: Value) -> Value:
     return y if stage.skips is None else stage.without_leaving_skips(i, y)
 
 
-def compute(stage: Stage, i: int, segments: Segments | None, x: Value) -> Value:
+class Computed(Protocol):
+    """What :func:`compute` needs of a stage; one of a rank (``distributed``) has no links."""
+
+    layers: Any
+    """Has ``forward``, as :class:`.Layers`."""
+    stats: PartitionStats | None
+    shared: Shared
+
+    @property
+    def loss(self) -> Callable[[int, Value], Value] | None:
+        """Computes the loss, in the last stage of a step."""
+
+
+def compute(stage: Computed, i: int, segments: Segments | None, x: Value) -> Value:
     """Compute the layers, checkpointed or not, and in the last stage of a step the loss."""
     with NOTHING if stage.stats is None else stage.stats.collecting():
         watch = partial(_watched, stage) if stage.shared else None
@@ -104,7 +119,7 @@ def _turn_of_backward(stage: Stage, action: Action) -> AbstractContextManager[ob
     return TaskRng(seed, action, place.device)
 
 
-def _watched(stage: Stage, compute: Compute, x: Value) -> Value:
+def _watched(stage: Computed, compute: Compute, x: Value) -> Value:
     """Compute layers; refuse changes of tensors in ``x``, the first value, that share memory."""
     shared, stage.shared = stage.shared, {}
     return compute_watching(shared, compute, x)

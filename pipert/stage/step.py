@@ -12,17 +12,18 @@ from pipert._torch import next_hook
 from pipert._typing import Tensors, Value
 from pipert.autograd.leaves import leaves_behind
 from pipert.batch.joining import gather
+from pipert.batch.tensors import differentiable
+from pipert.layers.place import Place
+from pipert.layers.random_numbers import RunSeed
 from pipert.stage.gradients import Arriving, Gradients, delivery, gathered
 from pipert.stage.ledger import Ledger
 from pipert.stage.loss import Loss
 
 
-def without_grad() -> RuntimeError:
-    """Return the error for a loss without gradients."""
-    return RuntimeError(
-        "the loss does not require grad, so there is nothing to go backward through: no parameter "
-        "of the model requires grad, or loss_fn detaches"
-    )
+def detached(value: Value) -> Value:
+    """Return ``value`` without its graph."""
+    tensors, rebuild = differentiable(value)
+    return rebuild(tuple([tensor.detach() for tensor in tensors])) if tensors else value
 
 
 @dataclass
@@ -45,6 +46,19 @@ class Step:
     """For each micro-batch, the differentiable tensors of its input, in the caller's graph."""
     input_gradients: dict[int, Sequence[Tensor | None]] = field(default_factory=dict)
 
+    def compute_loss(
+        self, i: int, place: Place, seed: RunSeed, y: Value, target: Value
+    ) -> Tensor:
+        """Compute the unscaled loss of micro-batch ``i``; note its share of the mini-batch's."""
+        output = y
+        if isinstance(y, tuple) and len(y) == 2 and self.loss.is_returned:
+            y, output = y
+        loss = self.loss.compute(i, place, seed, y, target)
+        if self.keep_outputs:
+            self.outputs[i] = detached(output)
+        self.losses[i] = self.loss.share_of(i, loss.detach())
+        return loss
+
     def check(self) -> None:
         """Gather the outputs, and refuse a loss without gradients, before any is delivered.
 
@@ -53,7 +67,10 @@ class Step:
             RuntimeError: the loss does not require grad.
         """
         if not self.loss.is_differentiable:
-            raise without_grad()
+            raise RuntimeError(
+                "the loss does not require grad, so there is nothing to go backward through: no "
+                "parameter of the model requires grad, or loss_fn detaches"
+            )
         if self.loss.watch is not None:
             self.loss.watch.check()
         if self.keep_outputs:
@@ -72,7 +89,7 @@ class Step:
         Returns:
             The loss of the mini-batch, without a graph.
         """
-        loss = self.loss.of_mini_batch(self._losses())
+        loss = self.total()
         for_inputs: Arriving = []
         for_weights = gathered(sums)
         for i, xs in enumerate(self.inputs):
@@ -85,8 +102,10 @@ class Step:
             torch.autograd.backward(end)
         return loss
 
-    def _losses(self) -> Tensor:
-        return torch.stack([self.losses[i].reshape(()) for i in sorted(self.losses)])
+    def total(self) -> Tensor:
+        """Return the loss of the mini-batch."""
+        losses = [self.losses[i].reshape(()) for i in sorted(self.losses)]
+        return self.loss.of_mini_batch(torch.stack(losses))
 
 
 def _in_turn(for_inputs: Arriving, for_weights: Arriving) -> tuple[Arriving, Arriving]:

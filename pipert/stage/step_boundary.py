@@ -97,19 +97,12 @@ class StepBoundary:
         skips = None
         if isinstance(y, Carried):
             y, skips = y
-        step_loss = self.step.loss
-        originals = differentiable(step_loss.targets[i])[0]
-        target = leaf_inputs(step_loss.targets[i]) if originals else step_loss.targets[i]
-        target = self.copies.bring(i, target, None)
+        target = self.step.loss.targets[i]
+        originals = differentiable(target)[0]
+        target = self.copies.bring(i, leaf_inputs(target) if originals else target, None)
         if originals:
             self.gradients.stand_ins.update(zip(differentiable(target)[0], originals, strict=True))
-        output = y
-        if step_loss.is_returned and isinstance(y, tuple) and len(y) == 2:
-            y, output = y
-        loss = step_loss.compute(i, self._place, self._seed, y, target)
-        if self.step.keep_outputs:
-            self.step.outputs[i] = detached(output)
-        self.step.losses[i] = step_loss.share_of(i, loss.detach())
+        loss = self.step.compute_loss(i, self._place, self._seed, y, target)
         return loss if skips is None else Carried(loss, skips)
 
     def copy_weight(self, i: int, weight: Tensor) -> Tensor:
@@ -155,9 +148,3 @@ def leaf_inputs(value: Value) -> Value:
     """Return ``value`` with fresh leaves for differentiable tensors, as the first stage gets it."""
     tensors, rebuild = differentiable(value)
     return rebuild(tuple([t.detach().requires_grad_() for t in tensors])) if tensors else value
-
-
-def detached(value: Value) -> Value:
-    """Return ``value`` without its graph."""
-    tensors, rebuild = differentiable(value)
-    return rebuild(tuple([tensor.detach() for tensor in tensors])) if tensors else value
