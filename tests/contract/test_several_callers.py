@@ -20,7 +20,7 @@ from tests.callers import Caller
 from tests.contract.ways import CALL, MODES, SCHEDULES
 from tests.faults.injector import Custom, Failure
 from tests.layers import Apply
-from tests.step.faulty import acting
+from tests.faulty import acting
 
 WAIT = 20.0  # s
 HOWS = (CALL, *SCHEDULES)
