@@ -106,19 +106,6 @@ def test_a_hook_of_the_node_that_accumulates_is_called_once(way: Way) -> None:
 
 
 @each_way
-def test_a_hook_of_several_parameters_is_called_once(way: Way) -> None:
-    calls: list[list[bool]] = []
-
-    def hook(module: Any) -> None:
-        torch.autograd.graph.register_multi_grad_hook(
-            list(module.parameters()), lambda grads: calls.append([g is not None for g in grads])
-        )
-
-    both(way, hook)
-    assert calls == [[True] * 6] * 2
-
-
-@each_way
 def test_hooks_are_called_on_the_thread_of_the_caller_after_all_layers(way: Way) -> None:
     where: list[str] = []
     module = model()
@@ -296,21 +283,6 @@ def test_full_backward_hooks_of_a_layer_see_the_gradients_of_each_micro_batch(
     same([torch.cat(part) for part in zip(*parts, strict=True)], list(whole[0]))
 
 
-@each_way
-def test_hooks_of_activations_see_those_of_their_micro_batch(way: Way) -> None:
-    class Hooked(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            y: Any = x * 1
-            y.register_hook(lambda grad: grad * 2)
-            return y  # type: ignore[no-any-return]
-
-    module, x = nn.Sequential(linear(3, 4), nn.Tanh(), Hooked(), linear(4, 2)), batch(7)
-    plain = copy.deepcopy(module)
-    step(module, way, x)
-    plain_step(plain, x)
-    same(grads_of(module), grads_of(plain))
-
-
 REGISTER: dict[str, Callable[[Any, Any], Any]] = {
     "full": lambda layer, hook: layer.register_full_backward_hook(hook),
     "before": lambda layer, hook: layer.register_full_backward_pre_hook(partial(hook, _=0)),
@@ -427,36 +399,6 @@ def test_a_denominator_and_a_scale_have_been_applied(layer: str) -> None:
         pipe.forward_backward(
             x, loss_fn=lambda y, _: y.square().sum(), denominator=5, loss_scale=64.0
         )
-    same(grads_of(module), grads_of(plain))
-
-
-class BalancedOnAverage(Experts):
-    """The same with a mean over rows, which a pipe injects for each micro-batch."""
-
-    def __init__(self, times: float = 1.0) -> None:
-        super().__init__()
-        self.times = times
-
-    def forward(self, x: Tensor) -> Any:
-        shares = self.router(x).softmax(-1)
-        weight = 0.01 * self.times
-        x = Inject.apply(x, shares.square().sum(1).mean(), weight)  # type: ignore[no-untyped-call]
-        return self.expert(x) * shares.amax(-1, keepdim=True)
-
-
-@pytest.mark.parametrize("schedule", [CALL, "gpipe", "1f1b"])
-def test_a_mean_over_rows_is_injected_once_for_each_micro_batch(schedule: str) -> None:
-    torch.manual_seed(0)
-    module, x = nn.Sequential(BalancedOnAverage(1 / 3), linear(3, 3)), batch(6)
-    plain = copy.deepcopy(module)
-    first: Any = plain[0]
-    first.times = 1.0
-    torch.autograd.backward(plain(x).square().mean())
-    with piped(module, [1, 1], Way(schedule, "never")) as pipe:
-        if schedule == CALL:
-            torch.autograd.backward(pipe(x).square().mean())
-        else:
-            pipe.forward_backward(x, loss_fn=lambda y, _: y.square().mean(), schedule=schedule)
     same(grads_of(module), grads_of(plain))
 
 

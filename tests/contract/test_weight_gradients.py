@@ -16,8 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import pipert
 from pipert import Pipe
-from pipert._torch import node_count
-from pipert.autograd import weight_gradients, weight_uses
+from pipert.autograd import weight_gradients
 from pipert.autograd.leaves import leaves_behind
 from pipert.autograd.weight_gradients import Deferral
 from pipert.autograd.weight_uses import find_uses
@@ -378,43 +377,3 @@ def test_a_hook_of_the_node_of_a_layer_s_output_changes_the_gradients_of_all_its
     with pipert.pipeline(model, ["head"], **options) as pipe:
         pipe.forward_backward(x, loss_fn=mean, schedule="zb-h1")
     same(grads_of(model), grads_of(plain))
-
-
-def test_uses_in_a_graph_of_the_caller_s_are_not_put_off() -> None:
-    """Several tasks may go through it at once."""
-    callers, own = linear(3, 3), linear(3, 3)
-    from_caller = callers(torch.randn(2, 3, dtype=torch.float64))
-    begin = node_count()
-    y = own(from_caller)
-    ends: Any = [y.grad_fn]
-    behind = leaves_behind(ends, (), range(begin, node_count()))
-    (use,) = find_uses(behind, ends)
-    assert use.weight.leaf is own.weight
-    assert any(leaf is callers.weight for leaf in Deferral(behind, ends).leaves)
-
-
-class Counts(nn.Module):
-    def __init__(self, inputs: Activations) -> None:
-        super().__init__()
-        self.inner, self.inputs = linear(3, 3), inputs
-
-    def forward(self, x: Tensor) -> Any:
-        return self.inner(self.inputs.add(x * 2))
-
-
-def test_memory_is_freed_weight_by_weight(monkeypatch: pytest.MonkeyPatch) -> None:
-    inputs, alive = Activations(), list[int]()
-    real = weight_uses._transposed_product
-
-    def product(x: Tensor, dy: Tensor, has_bias: bool) -> Any:
-        gc.collect()
-        alive.append(inputs.now())
-        return real(x, dy, has_bias)
-
-    monkeypatch.setattr(weight_uses, "_transposed_product", product)
-    layers = nn.Sequential(*[Counts(inputs) for _ in range(5)], nn.Identity())
-    with piped("Pipe", layers, chunks=1) as pipe:
-        pipe.forward_backward(
-            torch.randn(6, 3, dtype=torch.float64), loss_fn=mean, schedule="zb-h1"
-        )
-    assert alive == [5, 4, 3, 2, 1]
