@@ -257,17 +257,6 @@ def test_ci_runs_each_command_of_readme_under_its_number() -> None:
         assert what in commands[int(number) - 1] and short != what
 
 
-def test_each_error_has_its_row() -> None:
-    text = (DOCS / "when_it_fails.md").read_text()
-    errors = [name for name in pipert.__all__ if issubclass_of_error(getattr(pipert, name))]
-    assert errors and [name for name in errors if f"| `{name}` |" not in text] == []
-
-
-def issubclass_of_error(thing: object) -> bool:
-    base = pipert.PipertError
-    return isinstance(thing, type) and issubclass(thing, base) and thing is not base
-
-
 def test_every_directory_of_the_package_has_its_line() -> None:
     """If this fails: say in docs/architecture.md what the directory is for."""
     text = (DOCS / "architecture.md").read_text()

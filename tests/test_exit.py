@@ -137,25 +137,6 @@ atexit.register(lambda: print(torch.equal(pipe(ROWS), ROWS * 4)))
     assert (result.returncode, result.stdout, result.stderr) == (0, "True\n", "")
 
 
-def test_no_thread_is_started_after_the_threads_were_ended() -> None:
-    """What is registered first runs last; a thread that is in torch when all goes would crash."""
-    script = """
-import atexit
-
-def last():
-    try:
-        pipe(ROWS)
-    except PipeClosedError:
-        print("refused")
-    print([thread.name for thread in threading.enumerate() if "pipert" in thread.name])
-
-atexit.register(last)
-"""
-    script += PRELUDE + "pipe = two(); pipe(ROWS)"
-    result = run(script, prelude="import threading\n", fresh=True)
-    assert (result.returncode, result.stdout, result.stderr) == (0, "refused\n[]\n", "")
-
-
 # Ctrl-C
 
 INTERRUPTED = """

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipert import PipeClosedError, PipelineTimeout, ReentrantCallError
 from pipert.engine.waiting import Waiting
@@ -42,42 +42,6 @@ def test_an_error_of_a_layer_comes_in_order_and_the_pipe_remains_usable(
         assert (statistics.in_flight, statistics.failures) == (0, 1)
         assert statistics.succeeded + statistics.cancellations + 1 == statistics.runs
         assert len(list(pipe.map(batches()))) == MANY
-
-
-class Errors:
-    """A layer's function that raises an error of its own for some micro-batches."""
-
-    def __init__(self, *numbers: int) -> None:
-        self.numbers = numbers
-        self.done = threading.Event()
-
-    def __call__(self, x: Tensor) -> Tensor:
-        number = int(x)
-        if number == self.numbers[-1]:
-            self.done.set()
-        if number in self.numbers:
-            raise ValueError(f"number {number}")
-        return x
-
-
-@kinds
-@pytest.mark.parametrize("how", ["go on", "close", "source"])
-def test_of_several_errors_the_first_in_order_is_raised(kind: str, how: str) -> None:
-    errors, last = Errors(2, 3, 5), 6 if how == "source" else MANY
-    source = Source([*torch.arange(float(MANY))], last)
-    with torch.no_grad(), a_pipe(kind, Apply(errors), nn.Identity(), nn.Identity()) as pipe:
-        outputs: Any = pipe.map(source)
-        if how == "source":
-            with pytest.raises(OSError):
-                next(outputs)
-        else:
-            assert next(outputs) == 0 and errors.done.wait(10.0)
-        if how == "close":
-            outputs.close()
-        elif how == "go on":
-            with pytest.raises(ValueError, match="number 2"):
-                list(outputs)
-        assert pipe.statistics().in_flight == 0 and list(pipe.map(source.xs[:2])) == [0, 1]
 
 
 @kinds

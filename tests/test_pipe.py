@@ -114,15 +114,6 @@ def test_errors_of_state_are_runtime_errors_of_one_base() -> None:
     assert issubclass(PipertError, RuntimeError)
 
 
-# What arguments are taken for.
-
-
-def test_empty_sequential_returns_its_input() -> None:
-    value = object()
-    with made(nn.Sequential(), []) as pipe:
-        assert pipe(value) is value
-
-
 # It reads like the Sequential.
 
 
@@ -133,15 +124,6 @@ def test_a_slice_has_the_layers_of_the_modules_slice(part: slice) -> None:
     module = layers()
     with made(module) as pipe:
         assert list(pipe[part].named_children()) == list(module[part].named_children())
-
-
-def test_partitions_are_sequentials_of_the_modules_layers() -> None:
-    module = layers()
-    with made(module) as pipe:
-        assert [list(partition) for partition in pipe.partitions] == [
-            list(module)[:1],
-            list(module)[1:],
-        ]
 
 
 def test_repr_shows_partitions_and_layers(pipe: Pipe) -> None:

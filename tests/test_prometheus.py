@@ -20,7 +20,7 @@ from tests.contract.ways import CALL, Way, take_step
 from tests.distributed.launcher import run
 from tests.faults.stuck import WAIT, WHERES, Stuck
 from tests.layers import Apply
-from tests.step.faulty import acting
+from tests.faulty import acting
 
 pytest.importorskip("prometheus_client", reason="the extra prometheus is not installed")
 

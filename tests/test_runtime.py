@@ -164,13 +164,6 @@ def test_a_task_starts_when_its_input_is_there(
         assert torch.equal(pipe(rows(m)), rows(m))
 
 
-def test_a_partition_takes_its_micro_batches_in_order() -> None:
-    seen: dict[int, list[int]] = {0: [], 1: [], 2: []}
-    with pipe_of(3, lambda i, j: seen[j].append(i), chunks=5) as pipe:
-        pipe(rows(5))
-    assert seen == {j: [0, 1, 2, 3, 4] for j in range(3)}
-
-
 # R2: when a call is over, none of its tasks is ----------------------------------------------------
 
 
@@ -211,22 +204,6 @@ def test_a_call_that_is_interrupted_has_waited_for_the_tasks_that_were_executing
         with pytest.raises(Interrupt):
             pipe(rows(3))
         assert finished
-
-
-def test_no_task_of_a_call_that_was_interrupted_runs_later(interrupt: Signal) -> None:
-    seen: list[Task] = []
-
-    def act(i: int, j: int) -> None:
-        seen.append((i, j))
-        if (i, j) == (0, 0):
-            interrupt.send()
-
-    with pipe_of(2, act, chunks=6) as pipe:
-        with pytest.raises(Interrupt):
-            pipe(rows(6))
-        seen.clear()
-        pipe(rows(2, first=10))
-    assert sorted(seen) == [(10, 0), (10, 1), (11, 0), (11, 1)]
 
 
 # R3: which error, and what it says ----------------------------------------------------------------

@@ -77,12 +77,6 @@ def test_pairs_and_kept_cases_run_without_the_option(folder: Path) -> None:
     assert len(found["record"]) == 4 and found["record"] == found["same_record"]
 
 
-def test_the_mark_selects_the_cases_left_out(folder: Path) -> None:
-    found = collected(folder, "--sweep", "-m", "sweep")
-    assert found["left_out"] == [""] and found["once"] == ["2"] and "always" not in found
-    assert len(found["record"]) == 4
-
-
 def test_a_share_of_the_cases_left_out_runs(folder: Path) -> None:
     whole = collected(folder, "--sweep", "-m", "sweep")
     some = collected(folder, "--sweep", "--every", "2")
@@ -91,33 +85,3 @@ def test_a_share_of_the_cases_left_out_runs(folder: Path) -> None:
     count = sum(map(len, whole.values()))
     assert 0 < sum(map(len, chosen.values())) < count
     assert all(set(cases) <= set(whole[name]) for name, cases in chosen.items())
-
-
-SKIPPING = """
-import pytest
-
-@pytest.mark.skip(reason="needs two CUDA devices")
-def test_devices(): pass
-
-@pytest.mark.skip(reason="needs another package")
-def test_package(): pass
-
-def test_once(): pass
-
-@pytest.mark.sweep
-def test_left_out(): pass
-"""
-
-
-def test_the_last_lines_say_what_was_left_out_and_how_to_run_it(tmp_path: Path) -> None:
-    (tmp_path / "test_program.py").write_text(SKIPPING)
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    sweep\n    pairwise\n")
-    command = [sys.executable, "-m", "pytest", "-p", "tests.sweep", "-p", "no:cacheprovider", "-q",
-               f"--rootdir={tmp_path}", str(tmp_path)]  # fmt: skip
-    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
-    assert (
-        "left out: 1 (--sweep runs them), 1 that need GPUs (--simulated-gpus runs them), "
-        "1 others (-rs names them)"
-    ) in shown
-    whole = subprocess.run([*command, "-k", "once"], cwd=ROOT, capture_output=True, text=True)
-    assert "left out: 1 (--sweep runs them)\n" in whole.stdout

@@ -235,21 +235,6 @@ def test_the_whole_model_is_saved_and_resumed(tmp_path: Path) -> None:
     torch.testing.assert_close(again.model.state_dict(), piped.model.state_dict())
 
 
-def test_autocast_is_that_of_the_plain_trainer(tmp_path: Path) -> None:
-    piped, plain = both(tmp_path, lambda: build().float(), bf16=True)
-    assert losses_of(piped) == pytest.approx(losses_of(plain), rel=1e-2)
-    assert piped.model.lm_head.weight.dtype == torch.float32
-
-
-def test_predictions_are_those_of_the_plain_trainer(tmp_path: Path) -> None:
-    data = [{name: row[name] for name in ("input_ids", "attention_mask")} for row in rows(7)]
-    plain = transformers.Trainer(build(), arguments(tmp_path)).predict(data)
-    with pipe_of(build()) as pipe:
-        piped = PipelinedTrainer(pipe.module, arguments(tmp_path)).predict(data)
-    assert piped.predictions.shape == (7, 12, 32)
-    assert (piped.predictions == plain.predictions).all()
-
-
 def test_a_model_that_is_no_pipe_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"a LlamaForCausalLM, is not in a pipe; make one first"):
         PipelinedTrainer(build(), arguments(tmp_path))

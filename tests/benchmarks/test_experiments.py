@@ -8,21 +8,11 @@ import torch
 pytest.importorskip("torchgpipe", reason="the experiments run torchgpipe beside pipert")
 pytest.importorskip("tqdm", reason="the experiments show their progress with tqdm")
 
-from _models import AMOEBANET, RESNET, UNET, Model, for_torchgpipe  # noqa: E402
+from _models import RESNET, UNET, Model, for_torchgpipe  # noqa: E402
 from _paper import ABLATION, AMOEBANET_SPEED, UNET_SPEED, Setting  # noqa: E402
 from torchgpipe import GPipe  # noqa: E402
 
 from pipert import Pipe  # noqa: E402
-
-MODELS = [UNET, AMOEBANET, RESNET]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
-def test_a_narrow_model_has_the_papers_layers(model: Model) -> None:
-    with torch.device("meta"):
-        narrow, wide = model.at_width(0.0625), model.at_width(1.0)
-    assert [type(layer) for layer in narrow] == [type(layer) for layer in wide]
 
 
 @pytest.mark.parametrize(

@@ -30,14 +30,6 @@ def test_a_measurement_that_fails_is_printed_and_the_others_run(
     assert failed == [True, False]
 
 
-def test_no_measurement_begins_when_the_time_is_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(on_gpu, "MINUTES", -1.0)
-    assert on_gpu.main(["--short", "--out", str(tmp_path)]) == 1
-    assert "no time was left" in (tmp_path / "on_gpu.md").read_text()
-
-
 def test_a_program_that_takes_too_long_is_broken_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

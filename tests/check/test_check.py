@@ -99,13 +99,6 @@ def test_a_check_that_raises_is_a_finding_and_the_next_one_runs(
 # What is compared
 
 
-@pytest.mark.parametrize("n", [2, 3, 8, 16])
-def test_the_transformer_has_layers_for_all_partitions(n: int) -> None:
-    layers, x, target, _ = check.transformer(n)
-    assert len(layers) > n
-    assert layers(x).shape == target.shape
-
-
 @pytest.mark.parametrize(
     ("found", "worst"),
     [
@@ -122,33 +115,7 @@ def test_the_largest_difference_is_named(
     assert difference(found, {"loss": torch.tensor(2.0), "gradient": None}) == worst
 
 
-def test_a_gradient_of_rounding_errors_is_compared_with_the_largest() -> None:
-    expected: dict[str, Tensor | None] = {
-        "gradient a": torch.tensor(1.0), "gradient b": torch.tensor(1e-17),
-    }  # fmt: skip
-    found = {**expected, "gradient b": torch.tensor(-1e-17)}
-    assert difference(found, expected)[0] < 1e-10
-
-
 # The report
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
-def test_the_report_without_a_gpu_makes_no_claim_about_gpus(
-    capsys: pytest.CaptureFixture[str], found: list[Finding]
-) -> None:
-    assert main(["check"]) == 0
-    out = capsys.readouterr().out
-    assert check.NO_GPU in out and "partitions on cpu, cpu" in out
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize("named", ["cuda:0", "cuda:0,cpu"])
-def test_the_report_for_one_gpu_says_what_is_not_checked(
-    named: str, capsys: pytest.CaptureFixture[str], found: list[Finding]
-) -> None:
-    assert main(["check", "--devices", named]) == 0
-    assert check.ONE_GPU in capsys.readouterr().out
 
 
 def test_a_failed_check_is_explained_and_sets_the_exit_status(
@@ -160,21 +127,3 @@ def test_a_failed_check_is_explained_and_sets_the_exit_status(
     assert "* **holds** values: all equal\n" in out
     assert "* **DOES NOT HOLD** memory: 5 MiB more. That means: it will run out\n" in out
     assert out.endswith("\n1 check failed.\n")
-
-
-def test_only_the_first_faults_are_named() -> None:
-    assert judged("memory", list("abcde"), "fine", "bad").seen.startswith("a; b; c; and 2 more. ")
-    assert judged("memory", [], "fine", "bad") == Finding("memory", HOLDS, "fine")
-
-
-@pytest.mark.parametrize(
-    ("named", "why"), [("cuda:99", "cuda:99"), ("cpu,tpu", "tpu"), ("", "got ''")]
-)
-def test_devices_that_are_not_there_are_refused(
-    capsys: pytest.CaptureFixture[str], named: str, why: str
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["check", "--devices", named])
-    error = capsys.readouterr().err
-    assert ended.value.code == 2
-    assert "error: --devices: " in error and why in error

@@ -6,7 +6,6 @@ values and gradients say which micro-batch it is.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -134,25 +133,6 @@ def test_in_the_forward_and_the_recomputations_of_a_call(kind: str, devices: lis
     assert len(of_tasks) == 4 * M and all(found == true for found, true in of_tasks)
     assert {found for phase, found, _ in seen.all if phase == "B"} == {None}
     assert current_microbatch() is None
-
-
-def test_after_a_failure_there_is_none() -> None:
-    class Fails(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            raise ValueError("bad row")
-
-    def look() -> None:
-        found.append(current_microbatch())
-
-    found = list[int | None]()
-    with make("layers", CPUS, nn.Identity(), Fails()) as pipe:
-        with pytest.raises(ValueError, match="bad row"):
-            pipe(values())
-    look()
-    thread = threading.Thread(target=look)
-    thread.start()
-    thread.join()
-    assert found == [None, None]
 
 
 def test_a_pipe_inside_of_a_layer_counts_its_own() -> None:

@@ -18,7 +18,7 @@ import torch
 
 from tests.contract.ways import CALL, MODES, SCHEDULES
 from tests.faults.injector import Custom, Failure, Setting, surroundings, wrongs_of
-from tests.step.faulty import StepSetting
+from tests.faulty import StepSetting
 
 pytestmark = pytest.mark.usefixtures("no_gc_in_module")
 

@@ -19,8 +19,8 @@ from tests.activations import Activations
 from tests.callers import Caller
 from tests.contract.ways import CALL, MODES, SCHEDULES
 from tests.faults.injector import Custom, Failure
+from tests.faulty import acting
 from tests.layers import Apply
-from tests.step.faulty import acting
 
 WAIT = 20.0  # s
 HOWS = (CALL, *SCHEDULES)
@@ -178,21 +178,6 @@ def test_a_layer_that_calls_its_own_pipe_is_refused(phase: str, call: str) -> No
         with pytest.raises(ReentrantCallError, match="would wait for itself"):
             pipe.forward_backward(torch.rand(2, 3), loss_fn=lambda y, _: y.sum())
         assert pipe[0].weight.grad is None
-
-
-def test_a_step_in_a_hook_of_the_callers_own_backward_is_right() -> None:
-    x = torch.rand(4, 3)
-    totals: list[Tensor] = []
-
-    def step(grad: Tensor) -> None:
-        with torch.enable_grad():  # a backward is without
-            totals.append(pipe.forward_backward(x, loss_fn=lambda y, _: y.mean(), timeout=WAIT))
-
-    with Pipe(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), [1, 1], devices=["cpu"] * 2) as pipe:
-        y = torch.ones(3, requires_grad=True) * 2
-        y.register_hook(step)  # type: ignore[no-untyped-call]
-        y.sum().backward()  # type: ignore[no-untyped-call]
-        assert torch.allclose(totals[0], nn.Sequential(*pipe)(x).mean().detach())
 
 
 # asyncio ------------------------------------------------------------------------------------------

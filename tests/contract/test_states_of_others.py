@@ -81,21 +81,6 @@ def test_states_that_partitions_share_are_read_in_the_order_of_threads(
 
 @of_draws
 @pytest.mark.parametrize("schedule", [CALL, "1f1b"])
-def test_one_partition_reads_a_state_in_the_order_of_the_plan(
-    schedule: str, made: Callable[[], Draw]
-) -> None:
-    def gradient(draw: Draw) -> Any:
-        module = nn.Sequential(Apply(torch.sin), Apply(lambda x: x * draw()))
-        with piped(module, [1, 1], Way(schedule, "never"), chunks=3) as pipe:
-            x = torch.ones(3, 4, requires_grad=True)
-            take_step(pipe, Way(schedule, "never"), x, loss_fn=sum_of)
-        return x.grad
-
-    assert torch.equal(gradient(made()), gradient(made()))
-
-
-@of_draws
-@pytest.mark.parametrize("schedule", [CALL, "1f1b"])
 def test_a_recomputation_that_reads_a_state_further_on_is_refused(
     schedule: str, made: Callable[[], Draw]
 ) -> None:

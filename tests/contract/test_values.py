@@ -31,7 +31,7 @@ from tests.contract.ways import (
     same,
     take_step,
 )
-from tests.layers import Apply, Labelled, product
+from tests.layers import Apply, Labelled
 
 
 class With(nn.Module):
@@ -273,24 +273,6 @@ def test_a_tensor_that_a_layer_keeps_for_itself_is_trained(chunks: int, way: Way
     same([tensor.grad, *[p.grad for p in module.parameters()]], list(expected))
 
 
-@pytest.mark.parametrize("schedule", [*SCHEDULES, "zb-h1"])
-def test_a_parameter_that_is_frozen_after_its_use_has_no_grad(schedule: str) -> None:
-    class Freezes(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(3, dtype=torch.float64))
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.weight.requires_grad_(True)
-            y = x * self.weight
-            self.weight.requires_grad_(False)
-            return y
-
-    module: Any = nn.Sequential(linear(3, 3), Freezes(), linear(3, 2))
-    assert_equal(module, [1, 2], Way(schedule, "never"), batch(7))
-    assert module[1].weight.grad is None
-
-
 @pytest.mark.pairwise
 @each_way
 @pytest.mark.parametrize("chunks", [1, 3])
@@ -302,12 +284,6 @@ def test_partitions_may_share_a_parameter(chunks: int, steps: int, way: Way) -> 
     assert_equal(
         nn.Sequential(*layers), [1, 1, 1, 1], way, batch(7), chunks=chunks, steps=steps
     )
-
-
-@each_way
-def test_a_layer_may_go_through_a_custom_function(way: Way) -> None:
-    module = nn.Sequential(linear(3, 3), With(product), linear(3, 2))
-    assert_equal(module, [1, 2], way, batch(7))
 
 
 # Kinds of numbers and layouts.
@@ -366,33 +342,6 @@ def test_a_sparse_gradient_stays_sparse(steps: int, way: Way) -> None:
             cross_entropy(plain(tokens), tokens).backward()
     assert module[0].weight.grad.is_sparse
     same(module[0].weight.grad.to_dense(), plain[0].weight.grad.to_dense())
-
-
-class NowAndThenSparse(nn.Module):
-    """An embedding with a sparse gradient for micro-batches that begin with a token below 5."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.weight = nn.Parameter(torch.randn(9, 3, dtype=torch.float64))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return nn.functional.embedding(tokens, self.weight, sparse=bool(tokens[0] < 5))
-
-
-@each_way
-@pytest.mark.parametrize("first", [[0, 7, 0, 7], [7, 0, 7, 0], [0, 0, 7, 7], [7, 7, 0, 0]])
-def test_a_gradient_may_be_sparse_for_one_micro_batch_and_dense_for_another(
-    first: list[int], way: Way
-) -> None:
-    module = nn.Sequential(NowAndThenSparse(), linear(3, 9))
-    tokens, plain = torch.tensor([[k, 3] for k in first]).flatten(), copy.deepcopy(module)
-    with piped(module, [1, 1], way, chunks=4) as pipe:
-        for _ in range(2):
-            take_step(pipe, way, tokens, target=tokens, loss_fn=cross_entropy)
-            cross_entropy(plain(tokens), tokens).backward()
-    found, expected = ([p.grad for p in one.parameters()] for one in (module, plain))
-    same(*[[g.to_dense() for g in grads if g is not None] for grads in (found, expected)])
 
 
 @pytest.mark.pairwise

@@ -210,20 +210,3 @@ def test_with_the_same_chunks_a_run_goes_on_bit_for_bit(
 ) -> None:
     losses = resumed(tmp_path / "run", way, PLACES[before], PLACES[after])
     assert losses == uninterrupted(PLACES[before])
-
-
-# The whole pipe in a file.
-
-
-def test_a_run_goes_on_with_a_pipe_that_was_saved_whole(tmp_path: Path) -> None:
-    path = tmp_path / "run"
-    with placed(six_layers(0), PLACES["two devices"]) as pipe:
-        run = training(pipe)
-        train(run, batches()[:BEFORE])
-        torch.save([pipe, run.optimizer.state_dict(), run.schedule.state_dict()], path)
-    pipe, optimizer, schedule = torch.load(path, weights_only=False)
-    with pipe:
-        run = training(pipe)
-        run.optimizer.load_state_dict(optimizer)
-        run.schedule.load_state_dict(schedule)
-        assert train(run, batches()[BEFORE:]) == uninterrupted(PLACES["two devices"])

@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from models.amoebanet import Cell, amoebanet_d
 from models.resnet import resnet, resnet101
-from models.skips import Add, Concatenate, Stash
 from models.unet import unet
 from torch import Tensor, nn
 
@@ -230,27 +229,3 @@ def test_a_model_in_a_pipe_trains_like_the_plain_one(
 ) -> None:
     balance = even_balance(MODELS[name](), partitions)
     assert_trains_like_the_plain_model(name, balance, 2, checkpoint)
-
-
-@pytest.mark.parametrize("checkpoint", MODES)
-@pytest.mark.parametrize(
-    ("name", "first_of_second", "kind"),
-    [
-        ("unet", "encoder1_0_relu", nn.LeakyReLU),  # which works in place on what came over
-        ("unet", "stash1", Stash),
-        ("unet", "pool1", nn.MaxPool2d),
-        ("unet", "concatenate1", Concatenate),
-        ("unet", "decoder1_0_conv", nn.Conv2d),
-        ("resnet", "stage2_0_stash", Stash),
-        ("resnet", "stage2_0_conv1", nn.Conv2d),
-        ("resnet", "stage2_0_add", Add),
-        ("resnet", "stage2_0_relu3", nn.ReLU),
-    ],
-)
-def test_a_model_can_be_cut_anywhere(
-    name: str, first_of_second: str, kind: type[nn.Module], checkpoint: str
-) -> None:
-    model = MODELS[name]()
-    assert isinstance(model.get_submodule(first_of_second), kind)
-    cut = [name for name, _ in model.named_children()].index(first_of_second)
-    assert_trains_like_the_plain_model(name, [cut, len(model) - cut], 2, checkpoint)

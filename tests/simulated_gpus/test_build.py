@@ -28,17 +28,3 @@ def test_the_build_without_a_compiler_says_what_to_install(
     assert build.why_not() == "simulated GPUs need g++: install it (Debian: apt install g++)"
     with pytest.raises(RuntimeError, match="need g\\+\\+: install it"):
         build.library()
-
-
-@pytest.mark.slow
-def test_the_library_is_built_once_and_again_when_a_source_changes(
-    sources: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    if build.why_not() is not None:
-        pytest.skip("there is no g++")
-    first = build.library()
-    said = capfd.readouterr().err
-    assert first.exists() and said.startswith("building") and "\nbuilt" in said.replace("\r", "\n")
-    assert build.library() == first and not capfd.readouterr().err
-    (sources / "another.h").write_text("// new\n")
-    assert build.library() != first

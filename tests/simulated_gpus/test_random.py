@@ -48,19 +48,3 @@ def test_a_checkpoint_drops_the_same_elements_again() -> None:
     y = checkpoint(torch.nn.functional.dropout, x, use_reentrant=False)
     y.sum().backward()
     assert x.grad is not None and torch.equal(x.grad, y.detach())
-
-
-@pytest.mark.parametrize("name", ["randperm", "multinomial", "bernoulli", "normal", "randint"])
-def test_other_ways_to_draw_follow_the_seed(name: str) -> None:
-    ways = {
-        "randperm": lambda: torch.randperm(50, device=DEVICE),
-        "multinomial": lambda: torch.multinomial(torch.ones(50, device=DEVICE), 20),
-        "bernoulli": lambda: torch.bernoulli(torch.full((50,), 0.5, device=DEVICE)),
-        "normal": lambda: torch.empty(50, device=DEVICE).normal_(),
-        "randint": lambda: torch.randint(0, 100, (50,), device=DEVICE),
-    }
-    torch.cuda.manual_seed_all(3)
-    first = ways[name]()
-    second = ways[name]()
-    torch.cuda.manual_seed_all(3)
-    assert torch.equal(ways[name](), first) and not torch.equal(first, second)

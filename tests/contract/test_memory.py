@@ -1,6 +1,7 @@
-"""Tests what a whole step keeps alive, with the garbage collector off.
+"""Tests what calls and steps keep alive, with the garbage collector off.
 
-Counted is data, not tensor objects, as in ``tests/test_memory.py``.
+Counted is data, not tensor objects: what autograd saves is another object with the same data.
+``tests/devices/test_peak_memory.py`` has the bytes of each device.
 """
 
 from __future__ import annotations
@@ -14,24 +15,169 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn import functional
+from torch.nn.functional import mse_loss
 
 from pipert import Pipe, is_recomputing
+from pipert.batch.tensors import alone
 from tests.activations import Activations
+from tests.contract.ways import MODES, SCHEDULES, Way, each_way, take_step
+from tests.devices.lockstep import in_lockstep
+from tests.layers import Apply
 from tests.settling import settle
 from tests.skips import popping, stashing
-from tests.step.faulty import acting
+from tests.faulty import acting
 
 pytestmark = pytest.mark.usefixtures("no_gc_in_module")
 
-MODES = ("always", "except_last", "never")
-SCHEDULES = ("gpipe", "1f1b")
-
 modes = pytest.mark.parametrize("checkpoint", MODES)
-schedules = pytest.mark.parametrize("schedule", SCHEDULES)
 
 
 class Tanh(nn.Module):
+    """A layer that saves its result for the backward, and reports it."""
+
+    def __init__(self, seen: Activations) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self._seen = seen
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._seen.add(torch.tanh(x * self.weight))
+
+
+class Setting:
+    """A pipe of 2 partitions with 3 layers each; 4 micro-batches."""
+
+    def __init__(self, checkpoint: str) -> None:
+        self.inside = Activations()  # of a partition: all but what the last layers return
+        self.between = Activations()  # partitions 0 and 1
+        self.last = Activations()
+        layers = [
+            Tanh(self.inside),
+            Tanh(self.inside),
+            Tanh(self.between),
+            Tanh(self.inside),
+            Tanh(self.inside),
+            Tanh(self.last),
+        ]
+        self.pipe = Pipe(
+            nn.Sequential(*layers),
+            balance=[3, 3],
+            devices=["cpu"] * 2,
+            chunks=4,
+            checkpoint=checkpoint,
+        )
+
+    def left(self) -> int:
+        return sum(seen.settled(0) for seen in (self.inside, self.between, self.last))
+
+
+# When all is over ---------------------------------------------------------------------------------
+
+
+@each_way
+def test_pitfall_29_after_a_step_no_activation_is_left(way: Way) -> None:
+    """The mini-batch is not left either."""
+    setting = Setting(way.checkpoint)
+    batch = Activations()
+    with setting.pipe as pipe:
+        x, target = (batch.add(torch.randn(8, 3)) for _ in range(2))
+        take_step(pipe, way, x, target=target, loss_fn=mse_loss)
+        del x, target
+        assert setting.left() + batch.settled(0) == 0
+
+
+@modes
+def test_after_a_step_no_activation_is_left_though_the_output_is_kept(checkpoint: str) -> None:
+    setting = Setting(checkpoint)
+    with setting.pipe as pipe:
+        y = pipe(torch.randn(8, 3))
+        y.sum().backward()
+        assert setting.left() == 0
+        del y
+
+
+# Between forward and backward ---------------------------------------------------------------------
+
+
+def test_nothing_inside_a_checkpointed_partition_waits_for_the_backward() -> None:
+    setting = Setting("always")
+    with setting.pipe as pipe:
+        y = pipe(torch.randn(8, 3))
+        assert setting.inside.settled(0) == 0
+        del y
+
+
+def test_except_last_keeps_the_inside_of_the_last_micro_batch_alone() -> None:
+    setting = Setting("except_last")
+    with setting.pipe as pipe:
+        y = pipe(torch.randn(8, 3))
+        assert setting.inside.settled(4) == 4
+        del y
+
+
+# During a backward --------------------------------------------------------------------------------
+
+
+class Watch(nn.Module):
+    """In a recomputation: notes how many activations are there at its start."""
+
+    def __init__(self, seen: Activations, counts: list[int]) -> None:
+        super().__init__()
+        self._seen = seen
+        self._counts = counts
+
+    def forward(self, x: Tensor) -> Tensor:
+        if is_recomputing():
+            self._counts.append(self._seen.now())
+        return x
+
+
+def test_a_recomputation_finds_the_activations_of_its_partition_s_previous_one_gone() -> None:
+    counts: list[int] = []
+    layers: list[nn.Module] = []
+    for _ in range(2):
+        seen = Activations()
+        layers += [Watch(seen, counts), Tanh(seen), Tanh(seen), Tanh(Activations())]
+    model = nn.Sequential(*layers)
+    with Pipe(model, balance=[4, 4], devices=["cpu"] * 2, chunks=4, checkpoint="always") as pipe:
+        pipe(torch.randn(8, 3, requires_grad=True)).sum().backward()
+    assert counts == 8 * [0]
+
+
+def test_a_retained_graph_does_not_keep_recomputed_tensors() -> None:
+    setting = Setting("always")
+    with setting.pipe as pipe:
+        y = pipe(torch.randn(8, 3))
+        y.sum().backward(retain_graph=True)
+        assert setting.inside.settled(0) == 0
+        del y
+
+
+# During a forward ---------------------------------------------------------------------------------
+
+
+def test_without_grad_a_micro_batch_is_dropped_where_it_has_passed() -> None:
+    """When the last micro-batch reaches the last partition, only outputs are left of the others."""
+    seen = Activations()
+    counts: list[int] = []
+
+    class Count(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            counts.append(seen.now())
+            return x + 1
+
+    model = nn.Sequential(Tanh(seen), Tanh(seen), Count())
+    with Pipe(model, balance=[2, 1], devices=["cpu"] * 2, chunks=4) as pipe, torch.no_grad():
+        pipe(torch.randn(8, 3))
+    assert counts[-1] == 1  # its own input
+
+
+# In a step ----------------------------------------------------------------------------------------
+
+schedules = pytest.mark.parametrize("schedule", SCHEDULES)
+
+
+class CountedTanh(nn.Module):
     """A layer that saves its result for the backward, and reports it with its micro-batch."""
 
     def __init__(self, seen: Kept, outputs: bool) -> None:
@@ -85,7 +231,7 @@ def most_kept(
     ``outputs`` says whether what layers return counts, too.
     """
     kept = [Kept() for _ in range(n)]
-    model = nn.Sequential(*[Tanh(kept[j // 2], outputs) for j in range(2 * n)])
+    model = nn.Sequential(*[CountedTanh(kept[j // 2], outputs) for j in range(2 * n)])
     with Pipe(model, [2] * n, devices=["cpu"] * n, chunks=m, checkpoint=checkpoint) as pipe:
         for _ in range(2):
             pipe.forward_backward(rows(m), loss_fn=total, reduction="sum", schedule=schedule)
@@ -118,24 +264,14 @@ def test_with_checkpointing_a_partition_has_activations_of_one_micro_batch_at_on
 # When all is over ---------------------------------------------------------------------------------
 
 
-class Seen(nn.Module):
-    def __init__(self, seen: Activations) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(3))
-        self.seen = seen
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.seen.add(torch.tanh(x * self.weight))
-
-
-class Setting:
+class StepSetting:
     """A pipe of 3 partitions with a skip past the middle one."""
 
     def __init__(self, checkpoint: str, **options: Any) -> None:
         self.seen = Activations()
         seen = self.seen  # a layer that knew this would keep the pipe
         first = stashing(make=lambda x: seen.add(x * 2))
-        layers = [Seen(self.seen), first, Seen(self.seen), popping(), Seen(self.seen)]
+        layers = [Tanh(self.seen), first, Tanh(self.seen), popping(), Tanh(self.seen)]
         self.pipe = Pipe(
             nn.Sequential(*layers), [2, 1, 2], devices=["cpu"] * 3, chunks=4,
             checkpoint=checkpoint, **options,
@@ -145,7 +281,7 @@ class Setting:
         x = self.seen.add(torch.rand(8, 3)) if x is None else x
         target = self.seen.add(torch.rand(8, 3))
         return self.pipe.forward_backward(
-            x, target=target, loss_fn=functional.mse_loss, schedule=schedule, **options
+            x, target=target, loss_fn=mse_loss, schedule=schedule, **options
         )
 
 
@@ -168,7 +304,7 @@ def test_a_tensor_that_a_layer_keeps_keeps_no_target(checkpoint: str) -> None:
     with Pipe(
         nn.Sequential(*layers), [1, 2], devices=["cpu"] * 2, chunks=4, checkpoint=checkpoint
     ) as pipe:
-        pipe.forward_backward(torch.rand(8, 3), target=target, loss_fn=functional.mse_loss)
+        pipe.forward_backward(torch.rand(8, 3), target=target, loss_fn=mse_loss)
         data: Any = StorageWeakRef(target.untyped_storage())  # type: ignore[no-untyped-call]
         del target
         settle()
@@ -177,7 +313,7 @@ def test_a_tensor_that_a_layer_keeps_keeps_no_target(checkpoint: str) -> None:
 
 @modes
 def test_after_a_step_whose_outputs_are_kept_nothing_else_is_left(checkpoint: str) -> None:
-    setting = Setting(checkpoint)
+    setting = StepSetting(checkpoint)
     with setting.pipe:
         loss, outputs = setting.step(return_outputs=True)
         assert setting.seen.left() == 0
@@ -204,7 +340,7 @@ def test_an_idle_worker_keeps_nothing_of_the_step_while_others_are_at_work(
             return acting(x * self.weight, look)
 
     with Pipe(
-        nn.Sequential(Acts(), Seen(seen), Seen(seen)), [1, 2], devices=["cpu"] * 2, chunks=1,
+        nn.Sequential(Acts(), Tanh(seen), Tanh(seen)), [1, 2], devices=["cpu"] * 2, chunks=1,
         checkpoint=checkpoint,
     ) as pipe:  # fmt: skip
         pipe.forward_backward(torch.rand(2, 3), loss_fn=lambda y, _: y.exp().sum())
@@ -215,7 +351,7 @@ def test_an_idle_worker_keeps_nothing_of_the_step_while_others_are_at_work(
 @modes
 @schedules
 def test_a_step_makes_no_cycles(checkpoint: str, schedule: str) -> None:
-    setting = Setting(checkpoint)
+    setting = StepSetting(checkpoint)
     with setting.pipe:
         setting.step(schedule)
         setting.seen.left()
@@ -248,3 +384,27 @@ def test_the_error_of_a_step_does_not_keep_its_pipe_alive_when_it_is_dropped() -
     pipe = fail(lambda: Pipe(nn.Sequential(nn.Linear(3, 3)), [1], devices=["cpu"]))
     settle()
     assert pipe() is None
+
+
+def test_inputs_and_outputs_that_no_operation_saves_are_not_kept() -> None:
+    between, counts = Activations(), list[int]()
+
+    def loss(y: Tensor, target: Any) -> Tensor:
+        counts.append(between.now())
+        return y.sum()
+
+    model = nn.Sequential(
+        nn.Linear(3, 3), Apply(lambda x: between.add(x + 1)),
+        Apply(lambda x: x + 1), nn.Linear(3, 3),
+    )  # fmt: skip
+    with Pipe(model, [2, 2], devices=["cpu"] * 2, chunks=5, checkpoint="never") as pipe:
+        with in_lockstep():
+            pipe.forward_backward(torch.rand(5, 3), loss_fn=loss, schedule="gpipe")
+    assert max(counts) <= 2  # in the hands of the worker, and the one that was sent meanwhile
+
+
+def test_a_gradient_that_waits_is_no_part_of_a_larger_one() -> None:
+    whole, number = torch.ones(4, 6), torch.ones(1).expand(4)
+    assert alone(whole) is whole and alone(number) is number
+    part = alone(whole[:, 1:3])
+    assert torch.equal(part, whole[:, 1:3]) and part.untyped_storage().nbytes() == part.nbytes

@@ -151,18 +151,6 @@ def test_outputs_are_a_list_with_one_for_each(kind: str) -> None:
     torch.testing.assert_close(outputs, expected, rtol=0, atol=0)
 
 
-@kinds
-def test_rows_of_the_arguments_need_not_agree(kind: str) -> None:
-    model, xs = a_model(), rows()
-    biases = [torch.randn(k, dtype=torch.float64) for k in (7, 1, 2, 9)]
-    batch = [{"x": x, "more": {"bias": b}} for x, b in zip(xs, biases, strict=True)]
-    calls = [lambda m, kwargs=kwargs: m(**kwargs) for kwargs in batch]
-    expected = plain_step(model, calls, rows(width=2))
-    with a_pipe(kind, model) as pipe:
-        loss = pipe.forward_backward(microbatches=batch, target=rows(width=2), loss_fn=loss_fn)
-    same((loss, grads(model)), expected)
-
-
 class Taking(Entry):
     """Takes entries out of the containers that it gets, and adds some."""
 

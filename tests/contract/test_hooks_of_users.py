@@ -1,4 +1,9 @@
-"""Tests that hooks are called as in a plain backward, those of a parameter once with the whole."""
+"""Tests hooks of weights, layers and activations, and backwards of a user's own.
+
+Hooks are called as in a plain backward, those of a parameter once with the whole gradient. A
+gradient enters a backward as the plain module's does, for the rows of a micro-batch: multiplied by
+the share in the mini-batch's loss and by ``loss_scale``, and divided by the denominator.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +23,7 @@ from tests.contract.ways import (
     CALL,
     SCHEDULES,
     Way,
+    assert_equal,
     batch,
     each_way,
     grads_of,
@@ -97,19 +103,6 @@ def test_a_hook_of_the_node_that_accumulates_is_called_once(way: Way) -> None:
 
     module, plain = both(way, hook)
     assert sorted(calls) == sorted(id(p) for m in (module, plain) for p in m.parameters())
-
-
-@each_way
-def test_a_hook_of_several_parameters_is_called_once(way: Way) -> None:
-    calls: list[list[bool]] = []
-
-    def hook(module: Any) -> None:
-        torch.autograd.graph.register_multi_grad_hook(
-            list(module.parameters()), lambda grads: calls.append([g is not None for g in grads])
-        )
-
-    both(way, hook)
-    assert calls == [[True] * 6] * 2
 
 
 @each_way
@@ -290,21 +283,6 @@ def test_full_backward_hooks_of_a_layer_see_the_gradients_of_each_micro_batch(
     same([torch.cat(part) for part in zip(*parts, strict=True)], list(whole[0]))
 
 
-@each_way
-def test_hooks_of_activations_see_those_of_their_micro_batch(way: Way) -> None:
-    class Hooked(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            y: Any = x * 1
-            y.register_hook(lambda grad: grad * 2)
-            return y  # type: ignore[no-any-return]
-
-    module, x = nn.Sequential(linear(3, 4), nn.Tanh(), Hooked(), linear(4, 2)), batch(7)
-    plain = copy.deepcopy(module)
-    step(module, way, x)
-    plain_step(plain, x)
-    same(grads_of(module), grads_of(plain))
-
-
 REGISTER: dict[str, Callable[[Any, Any], Any]] = {
     "full": lambda layer, hook: layer.register_full_backward_hook(hook),
     "before": lambda layer, hook: layer.register_full_backward_pre_hook(partial(hook, _=0)),
@@ -345,3 +323,139 @@ def test_a_module_s_hook_of_the_forward_alone_or_of_its_recomputation_alone_is_r
     plain.load_state_dict(module.state_dict())
     mean(plain(x), None).backward()
     same(grads_of(module), grads_of(plain))
+
+
+# Backwards that are not linear in the gradient that they get --------------------------------------
+
+ROWS = 7  # in micro-batches of 3, 2 and 2 rows
+
+
+class Inject(torch.autograd.Function):
+    """Returns ``x``, and adds the gradient of ``weight * balance`` to that of the loss."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, balance: Tensor, weight: float) -> Tensor:
+        ctx.weight = weight
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+        return dy, dy.new_tensor(ctx.weight), None
+
+
+class Experts(nn.Module):
+    """Two experts, with a balance loss that is a sum over rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.expert = linear(3, 2), linear(3, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        shares = self.router(x).softmax(-1)
+        x = Inject.apply(x, shares.square().sum(), 0.01)  # type: ignore[no-untyped-call]
+        return self.expert(x) * shares.amax(-1, keepdim=True)
+
+
+class Hooked(nn.Module):
+    """Changes the gradient of its output by a hook, row by row."""
+
+    def __init__(self, hook: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.hook = linear(3, 3), hook
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.layer(x)
+        if y.requires_grad:
+            y.register_hook(self.hook)
+        return y
+
+
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "injected": Experts,
+    "clamped": lambda: Hooked(lambda dy: dy.clamp(-0.01, 0.01)),
+    "signs": lambda: Hooked(lambda dy: dy.sign()),
+    "rows of length one": lambda: Hooked(lambda dy: nn.functional.normalize(dy, dim=1)),
+}
+layers = pytest.mark.parametrize("layer", LAYERS)
+
+
+def of_layers(layer: str) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(linear(3, 3), LAYERS[layer](), linear(3, 3), LAYERS[layer]())
+
+
+@layers
+@each_way
+def test_gradients_are_the_plain_module_s(way: Way, layer: str) -> None:
+    assert_equal(of_layers(layer), [2, 2], way, batch(ROWS, True))
+
+
+@layers
+def test_a_denominator_and_a_scale_have_been_applied(layer: str) -> None:
+    module, x = of_layers(layer), batch(ROWS)
+    plain = copy.deepcopy(module)
+    torch.autograd.backward(plain(x).square().sum() / 5 * 64)
+    with piped(module, [2, 2], Way("1f1b", "never")) as pipe:
+        pipe.forward_backward(
+            x, loss_fn=lambda y, _: y.square().sum(), denominator=5, loss_scale=64.0
+        )
+    same(grads_of(module), grads_of(plain))
+
+
+# Attributes of weights that a function has saved --------------------------------------------------
+
+Attributed = Any  # a parameter with an attribute
+
+
+class AddsToAttribute(torch.autograd.Function):
+    """A linear layer that adds its weight's gradient to an attribute of the weight."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Attributed) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        y: Tensor = x @ weight.t()
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        x, weight = ctx.saved_tensors
+        weight.main_grad += dy.t() @ x
+        return dy @ weight, None
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        weight: Attributed = nn.Parameter(torch.randn(3, 3, dtype=torch.float64))
+        weight.main_grad = torch.zeros(3, 3, dtype=torch.float64)
+        self.weight = weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = AddsToAttribute.apply(x, self.weight)  # type: ignore[no-untyped-call]
+        return y
+
+
+def attributed() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(Layer(), nn.Tanh(), Layer())
+
+
+@pytest.mark.parametrize("make", [pipert.Pipe, pipert.pipeline])
+@pytest.mark.parametrize("schedule", [None, "1f1b", "zb-h1"])
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_a_saved_weight_has_its_attributes(
+    make: Any, schedule: str | None, checkpoint: str
+) -> None:
+    module, plain, x = attributed(), attributed(), torch.ones(4, 3, dtype=torch.float64)
+    plain(x).sum().backward()
+    where: Any = [2, 1] if make is pipert.Pipe else ["2"]
+    with make(module, where, devices=["cpu"] * 2, chunks=2, checkpoint=checkpoint) as pipe:
+        if schedule is None:
+            pipe(x).sum().backward()
+        else:
+            pipe.forward_backward(
+                x, loss_fn=lambda y, _: y.sum(), reduction="sum", schedule=schedule
+            )
+    for found, expected in zip(module.parameters(), plain.parameters(), strict=True):
+        attributes: list[Attributed] = [found, expected]
+        torch.testing.assert_close(*[each.main_grad for each in attributes])

@@ -114,49 +114,6 @@ def test_a_step_that_fails_adds_nothing(make: Make, kind: type[Tensor]) -> None:
             same(gradient, value)
 
 
-class OwnWeight(nn.Module):
-    """Its own code computes with a weight that no layer has, by such a function."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 3)
-        self.weight = nn.Parameter(torch.ones(3))
-
-    def forward(self, x: Tensor) -> Any:
-        x = Rerun.apply(self.first(x), lambda x: x * self.weight)  # type: ignore[no-untyped-call]
-        return self.last(x)
-
-
-class OwnLoss(nn.Module):
-    """A loss with such a layer; the fourth micro-batch's fails at will."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head, self.fails, self.calls = Reversible(), False, 0
-
-    def forward(self, y: Tensor, target: Tensor) -> Tensor:
-        self.calls += 1
-        if self.fails and self.calls == 4:
-            raise ValueError("bad row")
-        return mse(self.head(y), target)
-
-
-def test_weights_of_the_model_s_own_code_and_of_the_loss_are_no_exception() -> None:
-    torch.manual_seed(0)
-    module, loss, x = OwnWeight().double(), OwnLoss().double(), batch(8).double()
-    plain, plain_loss = copy.deepcopy(module), copy.deepcopy(loss)
-    with pipert.pipeline(module, cuts=["last"], devices=CPUS, chunks=4) as pipe:
-        loss.fails = True
-        with pytest.raises(ValueError, match="bad row"):
-            pipe.forward_backward(x, target=x, loss_fn=loss)
-        assert all(p.grad is None for p in (*module.parameters(), *loss.parameters()))
-        loss.fails = False
-        pipe.forward_backward(x, target=x, loss_fn=loss)
-    torch.autograd.backward(plain_loss(plain(x), x))
-    same(grads_of(module), grads_of(plain))
-    same(grads_of(loss), grads_of(plain_loss))
-
-
 @pytest.mark.parametrize("method", ["register_hook", "register_post_accumulate_grad_hook"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_a_hook_is_called_once_with_the_whole(make: Make, method: str, schedule: str) -> None:

@@ -1,7 +1,8 @@
-"""Tests R3 to R5 in a whole step: which error is raised, which tasks run, what is left."""
+"""Tests R3 to R5 in steps and calls: which error is raised, which tasks run, what is left."""
 
 from __future__ import annotations
 
+import threading
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -13,9 +14,12 @@ from torch.nn import functional
 
 from pipert import Pipe, is_recomputing
 from pipert.schedules import plan
+from pipert.schedules.plan import plan_call
 from tests.activations import Activations
+from tests.contract.ways import CALL
+from tests.failures import Failures
 from tests.layers import Apply
-from tests.step.faulty import Acts, acting
+from tests.faulty import Acts, acting
 
 SCHEDULES = ("gpipe", "1f1b")
 
@@ -227,3 +231,47 @@ def test_a_stored_loss_whose_graph_a_backward_has_gone_through_is_explained(sche
                 x, loss_fn=lambda y, _: y.mean() + stored.sum(), schedule=schedule
             )
     assert "return it from the layers up to loss_fn" in "".join(caught.value.__notes__)
+
+
+Task = tuple[str, int, int]
+
+M, N = 4, 2
+LETTERS = {"forward": "F", "backward": "B"}
+PAIRS = [
+    (("forward", 1, 0), ("forward", 0, 1), CALL),
+    (("forward", 3, 0), ("forward", 0, 1), CALL),  # a fast partition has run ahead
+    (("forward", 1, 0), ("backward", 0, 1), "1f1b"),
+    (("forward", 2, 0), ("forward", 1, 1), "gpipe"),
+    (("backward", 0, 0), ("backward", 1, 1), "1f1b"),
+    (("backward", 3, 0), ("backward", 2, 1), "gpipe"),
+]
+
+
+@pytest.mark.parametrize("late", [0, 1], ids=["the first fails last", "the first fails first"])
+@pytest.mark.parametrize(("one", "other", "schedule"), PAIRS)
+def test_the_first_of_two_failures_in_schedule_order_is_raised(
+    one: Task, other: Task, schedule: str, late: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of = plan_call(M, N, range(N)) if schedule == CALL else plan(schedule, M, N)
+    order = [str(action) for action in of]
+    both = sorted((one, other), key=lambda task: order.index("%s[%d,%d]" % _named(task)))
+    executing, failures = threading.Barrier(2), Failures(monkeypatch)
+
+    def act(*task: Any) -> None:
+        if task in both:
+            executing.wait(20)
+            if task == both[late]:
+                failures.wait()
+            raise ValueError(task)
+
+    steps = Steps(act, N, M, checkpoint="never")
+    with steps.pipe, pytest.raises(ValueError) as caught:
+        if schedule == CALL:
+            sum_of_squares(steps.pipe(steps.x), None).backward()  # type: ignore[no-untyped-call]
+        else:
+            steps.step(schedule)
+    assert caught.value.args == (both[0],)
+
+
+def _named(task: Task) -> tuple[str, int, int]:
+    return LETTERS[task[0]], *task[1:]

@@ -1,7 +1,11 @@
-"""Tests that a step keeps the contract of ``forward``: grad mode, modes of checkpointing."""
+"""Tests what is recomputed, how often, and layers that differentiate."""
 
 from __future__ import annotations
 
+import contextlib
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,10 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from pipert import NestedCheckpointError, Pipe, RecomputationError, is_recomputing
+from pipert import NestedCheckpointError, Pipe, RecomputationError, is_recomputing, pipeline
 from pipert.schedules.plan import NAMED
 from tests.contract.ways import (
     CALL,
+    MODES,
     SCHEDULES,
     Way,
     assert_equal,
@@ -185,3 +190,107 @@ def test_the_mode_that_was_chosen_says_what_is_recomputed(
     with counting(checkpoint=chosen) as pipe:
         for way in (schedule, schedule.upper(), NAMED[schedule]):
             assert recomputed(pipe, schedule=way) == expected
+
+
+M = 4
+modes = pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
+
+
+def rows(m: int = M) -> Tensor:
+    """Makes ``m`` micro-batches of one row, whose first column is its number."""
+    return torch.cat([torch.arange(float(m)).unsqueeze(1), torch.rand(m, 2)], 1)
+
+
+def total(y: Tensor, _: Any) -> Tensor:
+    return y.square().sum()
+
+
+def step(model: nn.Module, checkpoint: str, loss_fn: Callable[..., Tensor] = total) -> Tensor:
+    layers = nn.Sequential(model, nn.Linear(3, 3))  # drawn before the rows
+    with Pipe(layers, [1, 1], devices=["cpu"] * 2, chunks=M, checkpoint=checkpoint) as pipe:
+        loss: Tensor = pipe.forward_backward(
+            rows(), loss_fn=loss_fn, reduction="sum", schedule="1f1b"
+        )
+    return loss
+
+
+class Experts(nn.Module):
+    """A layer with a weight for each micro-batch, used by equally many operations."""
+
+    def __init__(self, weights: list[Tensor]) -> None:
+        super().__init__()
+        self.weights = weights
+        for k, weight in enumerate(weights):
+            if isinstance(weight, nn.Parameter):
+                self.register_parameter(f"expert{k}", weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weights[int(x[0, 0].item())]
+
+
+@modes
+@pytest.mark.parametrize("make", [nn.Parameter, torch.Tensor.requires_grad_])
+def test_each_micro_batch_may_use_other_weights(
+    checkpoint: str, make: Callable[[Tensor], Tensor]
+) -> None:
+    """The weights are parameters, or tensors that a layer keeps for itself."""
+    weights = [make(torch.full((3,), float(k))) for k in range(M)]
+    step(Experts(weights), checkpoint)
+    grads = [weight.grad for weight in weights]
+    assert all(grad is not None and grad.any() for grad in grads)
+
+
+CHUNKS, SIZE = 4, 8
+EVERY = [CALL, "gpipe", "1f1b", "eager-1f1b", "zb-h1"]
+
+
+class Counted(nn.Module):
+    """A layer that has its calls counted and uses one of its weights twice."""
+
+    def __init__(self, count: Callable[[], object]) -> None:
+        super().__init__()
+        self.linear, self.norm, self.count = nn.Linear(SIZE, SIZE), nn.LayerNorm(SIZE), count
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count()
+        y = torch.tanh(self.norm(self.linear(x)))
+        return x + nn.functional.linear(y, self.linear.weight)
+
+
+def of_kind(kind: str, module: nn.Sequential, mode: str) -> Any:
+    options: Any = {"devices": ["cpu"] * 2, "chunks": CHUNKS, "checkpoint": mode}
+    if kind == "Pipe":
+        return Pipe(module, [2, 2], **options)
+    return pipeline(module, ["2"], example=torch.ones(4, SIZE), **options)
+
+
+Region = Callable[[], contextlib.AbstractContextManager[object]]
+REGIONS: dict[str, Region] = {
+    "no autocast": contextlib.nullcontext,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "autocast without cache": lambda: torch.autocast("cpu", torch.bfloat16, cache_enabled=False),
+}
+
+
+@pytest.mark.parametrize("kind", ["Pipe", "pipeline"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("schedule", EVERY)
+@pytest.mark.parametrize("region", REGIONS)
+def test_each_layer_runs_once_and_once_again_where_it_is_recomputed(
+    region: str, schedule: str, mode: str, kind: str
+) -> None:
+    torch.manual_seed(0)
+    calls = Counter[str]()
+    first, shared, third = [Counted(partial(calls.update, [name])) for name in "abc"]
+    with of_kind(kind, nn.Sequential(first, shared, third, shared), mode) as pipe:
+        calls.clear()
+        for _ in range(2):
+            with REGIONS[region]():
+                take_step(pipe, Way(schedule, mode), torch.randn(8, SIZE), loss_fn=_loss)
+    recomputed = {"always": CHUNKS, "except_last": CHUNKS - 1, "never": 0}[mode]
+    once = 2 * (CHUNKS + recomputed)
+    assert calls == {"a": once, "b": 2 * once, "c": once}
+
+
+def _loss(y: Tensor, _: Any) -> Tensor:
+    return y.float().square().mean()

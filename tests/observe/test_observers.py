@@ -1,0 +1,437 @@
+"""Tests what observers, statistics and timelines tell of calls and steps."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import TestCase
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pipert import (
+    Observer,
+    Pipe,
+    PipeClosedError,
+    RunInfo,
+    Statistics,
+    TaskInfo,
+    TaskStatus,
+    Timeline,
+    is_recomputing,
+)
+from tests.contract.ways import CALL, Way, batch, each_way, linear, piped, take_step
+from tests.layers import Apply
+from tests.observers import Log
+from tests.pipes import pipe_of_layers as pipe_of
+from tests.faulty import acting
+
+X = torch.arange(8.0).reshape(8, 1)
+
+
+def unit() -> nn.Linear:
+    return nn.Linear(1, 1)
+
+
+def test_events_of_a_run_come_on_the_callers_thread_and_those_of_a_task_on_its_worker() -> None:
+    log = Log()
+    with pipe_of(unit(), unit()) as pipe:
+        pipe.add_observer(log)
+        pipe(X)
+    for event, thread in log.threads:
+        of_run = event.startswith("run")
+        assert (thread is threading.current_thread()) == of_run
+        assert of_run or thread.name in ("pipert-cpu-0", "pipert-cpu-1")
+
+
+def test_a_run_that_meets_the_end_of_the_pipe_is_cancelled() -> None:
+    pipes: list[Pipe] = []
+
+    def close(x: Tensor) -> Tensor:
+        pipes[0].close()
+        return x
+
+    log = Log()
+    pipe = pipe_of(Apply(close), unit(), chunks=4)
+    pipes.append(pipe)
+    pipe.add_observer(log)
+    with pytest.raises(PipeClosedError):
+        pipe(X)
+    pipes.clear()
+    assert log.of("run_finished") == [[RunInfo(0, 4, 2), "cancelled"]]
+    assert log.of("failed") == []
+    assert pipe.statistics().cancellations == 1
+
+
+EVENTS = ["run_started", "run_finished", "task_started", "task_finished"]
+
+
+@pytest.mark.parametrize("event", EVENTS)
+@pytest.mark.parametrize("kind", [ValueError, RuntimeError])
+def test_an_observer_that_raises_is_dropped_and_the_run_goes_on(
+    event: str, kind: type[Exception]
+) -> None:
+    def broken(*_: Any) -> None:
+        raise kind("broken observer")
+
+    bad, good = Observer(), Log()
+    setattr(bad, event, broken)
+    with pipe_of(unit(), unit(), chunks=4) as pipe, TestCase().assertLogs("pipert") as logged:
+        plain = nn.Sequential(*pipe)
+        pipe.add_observer(bad)
+        pipe.add_observer(good)
+        assert pipe(X).equal(plain(X))
+        pipe(X)
+        assert len(good.of("run_finished")) == 2
+        assert len(good.of("task_finished")) == 16
+    lines = [line for line in logged.output if "is told nothing more" in line]
+    # Two workers may be in it at the same moment, before it is dropped.
+    assert 1 <= len(lines) <= 2
+
+
+@pytest.mark.parametrize("event", ["run_started", "run_finished"])
+def test_an_interrupt_in_an_observer_on_the_main_thread_reaches_the_caller(event: str) -> None:
+    def interrupted(*_: Any) -> None:
+        setattr(observer, event, lambda *_: None)
+        raise KeyboardInterrupt
+
+    observer = Observer()
+    setattr(observer, event, interrupted)
+    with pipe_of(unit()) as pipe:
+        pipe.add_observer(observer)
+        with pytest.raises(KeyboardInterrupt):
+            pipe(X)
+        assert pipe.statistics().in_flight == 0
+        pipe(X)
+
+
+def test_an_observer_that_is_added_during_a_run_hears_of_the_next_one() -> None:
+    log = Log()
+    pipes: list[Pipe] = []
+
+    def add(x: Tensor) -> Tensor:
+        pipes[0].add_observer(log)
+        return x
+
+    with pipe_of(Apply(add), unit(), chunks=2) as pipe:
+        pipes.append(pipe)
+        pipe(X)
+        assert log.events == []
+        pipe(X)
+        pipes.clear()
+    assert log.of("run_started") == [RunInfo(1, 2, 2)]
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda pipe: pickle.loads(pickle.dumps(pipe))], ids=["copy", "pickle"]
+)
+def test_a_copy_of_a_pipe_has_no_observers_and_counts_for_itself(
+    copied: Callable[[Pipe], Pipe],
+) -> None:
+    log = Log()
+    with pipe_of(unit()) as pipe:
+        pipe.add_observer(log)
+        pipe(X)
+        with copied(pipe) as other:
+            other(X)
+            assert other.statistics().runs == 1
+        assert len(log.of("run_started")) == 1
+
+
+WAIT = 10.0  # s
+
+
+class Gate:
+    """A layer's function that blocks until the test lets it go."""
+
+    def __init__(self) -> None:
+        self.entered = threading.Event()
+        self.open = threading.Event()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self.entered.set()
+        assert self.open.wait(WAIT)
+        return x
+
+
+def test_statistics_show_a_workers_task_while_it_runs() -> None:
+    gate = Gate()
+    with pipe_of(Apply(gate), unit(), chunks=2) as pipe:
+        thread = threading.Thread(target=pipe, args=(X,))
+        thread.start()
+        assert gate.entered.wait(WAIT)
+        seen = pipe.statistics()
+        later = pipe.statistics()
+        gate.open.set()
+        thread.join(WAIT)
+    assert seen.in_flight == 1
+    first = seen.workers[0].doing
+    assert first is not None and first == TaskStatus(0, "forward", 0, 0, first.seconds)
+    second = seen.workers[1].doing
+    assert second is None or second.phase == "waiting for input" and second.partition == 1
+    assert later.workers[0].busy_seconds > seen.workers[0].busy_seconds > 0
+    assert later.workers[1].busy_seconds == 0
+
+
+def test_tasks_that_wait_are_counted() -> None:
+    gate = Gate()
+    with pipe_of(Apply(gate), chunks=4) as pipe:
+        threads = [threading.Thread(target=pipe, args=(X,)) for _ in range(2)]
+        threads[0].start()
+        assert gate.entered.wait(WAIT)
+        threads[1].start()
+        # The second caller's tasks are posted by the clock: its queue is seen to grow.
+        reached = threading.Event()
+        poll = threading.Thread(target=lambda: _until(pipe, 7, reached))
+        poll.start()
+        assert reached.wait(WAIT)
+        gate.open.set()
+        for thread in (*threads, poll):
+            thread.join(WAIT)
+        assert pipe.statistics().workers[0].queue_depth == 0
+
+
+def _until(pipe: Pipe, depth: int, reached: threading.Event) -> None:
+    for _ in range(10**6):
+        if pipe.statistics().workers[0].queue_depth == depth:
+            reached.set()
+            return
+
+
+@pytest.fixture
+def switch_often() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("switch_often")  # or each task waits 5 ms for the thread that asks
+def test_a_thread_may_ask_while_others_call_and_every_number_only_grows() -> None:
+    done = threading.Event()
+    seen: list[Statistics] = []
+
+    def ask() -> None:
+        while not done.is_set():
+            seen.append(pipe.statistics())
+
+    with pipe_of(unit(), unit(), chunks=4) as pipe:
+        asking = threading.Thread(target=ask)
+        asking.start()
+        callers = [
+            threading.Thread(target=lambda: [pipe(X) for _ in range(4)]) for _ in range(3)
+        ]
+        for thread in callers:
+            thread.start()
+        for thread in callers:
+            thread.join(WAIT)
+        done.set()
+        asking.join(WAIT)
+        last = pipe.statistics()
+    assert (last.runs, last.succeeded, last.tasks) == (12, 12, 96)
+    for before, after in zip(seen, seen[1:], strict=False):
+        assert before.runs <= after.runs and before.tasks <= after.tasks
+        assert 0 <= after.in_flight <= 3 and after.succeeded >= before.succeeded
+        for one, other in zip(before.workers, after.workers, strict=True):
+            assert one.busy_seconds <= other.busy_seconds
+
+
+CPU = torch.device("cpu")
+M, N = 3, 2
+EACH = {(i, j) for i in range(M) for j in range(N)}
+
+phases = pytest.mark.parametrize("phase", ["forward", "recomputation", "backward"])
+checkpointed = pytest.mark.parametrize(
+    "way", [Way(schedule, "always") for schedule in (CALL, "gpipe", "1f1b")], ids=str
+)
+
+
+def recomputed(way: Way) -> int:
+    return {"always": M, "except_last": M - 1, "never": 0}[way.checkpoint]
+
+
+def three() -> nn.Sequential:
+    return nn.Sequential(linear(3, 3), nn.Tanh(), linear(3, 3))
+
+
+@each_way
+def test_observers_see_each_task_begin_and_end_once(way: Way) -> None:
+    log = Log()
+    with piped(three(), [2, 1], way, chunks=M) as pipe:
+        pipe.add_observer(log)
+        take_step(pipe, way, batch(2 * M))
+    tasks = {"forward": EACH, "recomputation": {(i, j) for i, j in EACH if i < recomputed(way)}}
+    if way.schedule != CALL:  # there it is autograd's
+        tasks["backward"] = EACH
+    if way.schedule == "zb-h1":
+        tasks["weight gradient"] = EACH
+    told = Counter(TaskInfo(0, phase, j, i, CPU) for phase in tasks for i, j in tasks[phase])
+    for event in ("task_started", "task_finished"):
+        assert Counter(log.of(event)) == told
+    assert log.of("run_started") == [RunInfo(0, M, N)]
+    assert log.of("run_finished") == [[RunInfo(0, M, N), "succeeded"]]
+    assert log.events[0][0] == "run_started"
+
+
+@each_way
+def test_runs_tasks_and_recomputations_are_counted(way: Way) -> None:
+    with piped(three(), [2, 1], way, chunks=M) as pipe:
+        for _ in range(2):
+            take_step(pipe, way, batch(2 * M))
+        seen = pipe.statistics()
+    assert (seen.runs, seen.succeeded, seen.in_flight, seen.failures) == (2, 2, 0, 0)
+    assert seen.recomputations == 2 * recomputed(way) * N
+    of_step = M if way.schedule == CALL else 2 * M + recomputed(way)
+    of_step += M * (way.schedule == "zb-h1")
+    assert [worker.tasks for worker in seen.workers] == [2 * of_step] * N
+    assert all(worker.busy_seconds > 0 and worker.doing is None for worker in seen.workers)
+
+
+@checkpointed
+@phases
+def test_a_failure_is_told_and_counted_once_with_its_task(way: Way, phase: str) -> None:
+    """In a call a backward is no task, and a recomputation fails when the run is over."""
+
+    def no() -> None:
+        raise ValueError("no")
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        if phase == ("recomputation" if is_recomputing() else "forward"):
+            no()
+        return acting(x, no) if phase == "backward" else x.exp()
+
+    log = Log()
+    with piped(nn.Sequential(linear(3, 3), Apply(function)), [1, 1], way, chunks=M) as pipe:
+        pipe.add_observer(log)
+        with pytest.raises(ValueError, match="no"):
+            take_step(pipe, way, batch(2 * M))
+        seen = pipe.statistics()
+    first = M - 1 if phase != "forward" and way.schedule in (CALL, "gpipe") else 0
+    is_task = way.schedule != CALL or phase != "backward"
+    fails_run = way.schedule != CALL or phase == "forward"
+    task = TaskInfo(0, phase, 1, first, CPU)
+    assert log.of("failed") == [[task, ValueError]] * is_task
+    assert (task in log.of("task_finished")) == is_task
+    assert log.of("run_finished") == [[RunInfo(0, M, N), "failed" if fails_run else "succeeded"]]
+    assert (seen.runs, seen.failures, seen.succeeded) == (1, fails_run, not fails_run)
+    assert (seen.cancellations, seen.in_flight) == (0, 0)
+
+
+# A whole step -------------------------------------------------------------------------------------
+
+STEP_M, STEP_N = 4, 3
+STEP_EACH = {(i, j) for i in range(STEP_M) for j in range(STEP_N)}
+MODES = [("always", STEP_M), ("except_last", STEP_M - 1), ("never", 0)]
+STEP_X, STEP_Y = torch.arange(24.0).reshape(8, 3) / 24, torch.ones(8, 3)
+
+modes = pytest.mark.parametrize(("checkpoint", "recomputed"), MODES)
+
+
+def three_partitions(checkpoint: str | None = None) -> Pipe:
+    return pipe_of(*[nn.Linear(3, 3) for _ in range(STEP_N)], chunks=STEP_M, checkpoint=checkpoint)
+
+
+def step(pipe: Pipe, **options: Any) -> Any:
+    return pipe.forward_backward(
+        STEP_X, **{"target": STEP_Y, "loss_fn": functional.mse_loss, **options}
+    )
+
+
+class Fails:
+    """The ways in which a step fails after all its tasks; each function raises."""
+
+    @staticmethod
+    def no_grad(pipe: Pipe) -> None:
+        pipe.requires_grad_(False)
+        step(pipe)
+
+    @staticmethod
+    def outputs(pipe: Pipe) -> None:
+        pipe[2].register_forward_hook(lambda layer, args, y: (y, id(y)))
+        step(pipe, loss_fn=lambda y, t: y[0].mean(), return_outputs=True)
+
+    @staticmethod
+    def hook(pipe: Pipe) -> None:
+        def no(_: Tensor) -> None:
+            raise ValueError("no")
+
+        weight: Any = next(pipe.parameters())
+        weight.register_hook(no)
+        step(pipe)
+
+
+@pytest.mark.parametrize("what", [Fails.no_grad, Fails.outputs, Fails.hook])
+def test_a_step_that_fails_after_its_tasks_has_failed(what: Any) -> None:
+    log = Log()
+    with three_partitions() as pipe:
+        pipe.add_observer(log)
+        with pipe.record() as timeline, pytest.raises((RuntimeError, ValueError)):
+            what(pipe)
+        seen = pipe.statistics()
+    assert log.of("run_finished")[0] == [RunInfo(0, STEP_M, STEP_N), "failed"]
+    assert (seen.runs, seen.succeeded, seen.failures, seen.cancellations) == (1, 0, 1, 0)
+    assert timeline.failed == {0}
+    with pytest.raises(ValueError, match="no complete call in this timeline, and 1 that failed"):
+        timeline.report()
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_a_step_whose_last_task_failed_is_left_out_of_the_report(phase: str) -> None:
+    """Although each of its tasks was recorded."""
+    calls = []
+
+    def no() -> None:
+        calls.append(phase)
+        if len(calls) == STEP_M:
+            raise ValueError("no")
+
+    def function(x: Tensor) -> Tensor:
+        if phase == "forward":
+            no()
+        return acting(x, no) if phase == "backward" else x.exp()
+
+    with pipe_of(nn.Linear(3, 3), Apply(function), chunks=STEP_M) as pipe:
+        with pipe.record() as timeline:
+            with pytest.raises(ValueError, match="no"):
+                step(pipe, schedule="gpipe")
+            step(pipe)
+    assert (timeline.report().calls, timeline.report().incomplete) == (1, 1)
+
+
+# Timelines ----------------------------------------------------------------------------------------
+
+
+def record_step(pipe: Pipe, **options: Any) -> Timeline:
+    with pipe.record() as timeline:
+        step(pipe, **options)
+    return timeline
+
+
+def tasks(timeline: Timeline, kind: str) -> Counter[tuple[int, int]]:
+    return Counter((e.micro_batch, e.partition) for e in timeline.events if e.kind == kind)
+
+
+@modes
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb"])
+def test_each_task_is_recorded_once(checkpoint: str, recomputed: int, schedule: str) -> None:
+    with three_partitions(checkpoint) as pipe:
+        timeline = record_step(pipe, schedule=schedule)
+    assert tasks(timeline, "forward") == tasks(timeline, "backward") == Counter(STEP_EACH)
+    again = Counter((i, j) for i, j in STEP_EACH if i < recomputed)
+    assert tasks(timeline, "recompute") == again
+    assert tasks(timeline, "weight gradient") == Counter(STEP_EACH if schedule == "zb" else ())
+
+
+def test_waits_for_inputs_and_for_gradients_are_recorded() -> None:
+    with three_partitions("never") as pipe:
+        waits = tasks(record_step(pipe), "wait")
+    ahead = {(i, j) for i, j in STEP_EACH if j > 0}
+    back = {(i, j) for i, j in STEP_EACH if j < STEP_N - 1}
+    assert waits == Counter(ahead) + Counter(back)
