@@ -22,7 +22,7 @@ from pipert.any_model.microbatch_thread import MicroBatchThreads
 from pipert.any_model.model_layers import ModelLayers
 from pipert.any_model.shared_state import Inspection, SharedState
 from pipert.layers.batchnorm import DeferredStats
-from pipert.layers.intercepted import calls_of, intercept, is_unseen, release
+from pipert.layers.intercepted import calls_of, forget_devices, intercept, is_unseen, release
 from pipert.model.cuts import lookup
 from pipert.schedules.action import FORWARD
 from pipert.skip.routes import routes
@@ -57,8 +57,8 @@ class AnyModel:
         self._shared = SharedState([module])
         self._intercepted = [*self.layers.encoders, *self.layers]
         intercept(self._intercepted)
+        forget_devices(module.modules())
         if len(set(devices)) > 1:  # also when the pipe is closed: they stay on their devices
-            self._intercepted = [*self.layers.encoders]
             for layer in self.layers.values():
                 calls_of(layer.module).bring = partial(self.layers.call_by_itself, layer, devices)
 

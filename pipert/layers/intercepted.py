@@ -135,12 +135,21 @@ def release(modules: Iterable[nn.Module]) -> None:
         calls = module.__dict__.get(COMPILED_CALL)
         if isinstance(calls, Calls):
             calls.users -= 1
-            if calls.users:
+            if calls.users or calls.bring is not None:
                 continue
             del module.__dict__[COMPILED_CALL]
             if calls.own is not None:
                 module.__dict__[COMPILED_CALL] = calls.own
         module.__dict__.pop("__getstate__", None)
+
+
+def forget_devices(modules: Iterable[nn.Module]) -> None:
+    """Call layers of an earlier pipe with their arguments as they are."""
+    placed = [m for m in modules if isinstance(m.__dict__.get(COMPILED_CALL), Calls)]
+    intercept(placed)
+    for module in placed:
+        calls_of(module).bring = None
+    release(placed)
 
 
 def is_unseen(module: nn.Module) -> bool:

@@ -61,10 +61,10 @@ def refuse_gradients_of_rows(partitions: Iterable[nn.Module]) -> None:
         RuntimeError: a weight has the attribute.
     """
     for part in chain.from_iterable(map(modules_of, partitions)):
-        for weight in part._parameters.values():  # each run does this, so without a call
+        for weight in part._parameters.values() if part._forward_hooks else ():
             if hasattr(weight, "grad_sample"):
                 raise RuntimeError(
                     "weights have a grad_sample, as Opacus computes it for each row of a batch, "
                     "and would get sums over the rows of several micro-batches; use chunks=1 with "
-                    "checkpoint='never', or remove its hooks and delete the attribute"
+                    "checkpoint='never', or remove its hooks"
                 )

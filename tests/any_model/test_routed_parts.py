@@ -258,6 +258,9 @@ def test_a_model_on_two_gpus_trains_on_when_its_pipe_is_closed(tied: bool) -> No
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):
         assert one.grad is not None
         torch.testing.assert_close(one.grad.cpu(), other.grad)
+    pipert.pipeline(model, ["1"], devices=["cpu"] * 2).close()
+    of_layers = [value for layer in model for value in vars(layer).values()]
+    assert not any(type(value).__module__.startswith("pipert") for value in of_layers)
 
 
 @pytest.mark.multi_gpu
