@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pipert._torch import NormBase, pytree
+from pipert._torch import pytree
 from pipert._typing import Tensors
 from pipert.any_model.checkpointed_calls import objects_in, refuse_changes
 from pipert.batch.tensors import describe, tensors_of, versions
@@ -28,8 +28,6 @@ META = torch.device("meta")
 Name = tuple[int, int]
 """Of a tensor: the event that made it, and its index among the results."""
 
-_CLOSED = (nn.Module, Tensor)
-
 
 class ReplayError(PipertError):
     """A model's own code needs what only another rank has."""
@@ -39,32 +37,16 @@ class NeedsValue(ReplayError):
     """A recording reached a function that needs the value of a tensor."""
 
 
-def lacks(what: str) -> ReplayError:
-    """Return the error for what needs a value of another rank."""
-    return ReplayError(
-        f"{what}, which only another rank has; compute that inside of the layer that has it, and "
-        "return it from there"
-    )
-
-
-def changes(what: str) -> ReplayError:
-    """Return the error for a change on one rank alone."""
-    return ReplayError(
-        f"{what}, which other ranks would not see; do that inside of a layer, or with a clone"
-    )
-
-
-def hides(what: str) -> ReplayError:
-    """Return the error for a tensor in a place where none is looked for."""
-    return ReplayError(f"{what}, where other ranks do not find it; return it from its layer")
-
-
-def strays(what: str) -> ReplayError:
-    """Return the error for another way through the model than a recording has taken."""
-    return ReplayError(
-        f"{what}: the forward has gone another way than with the example. Give an example that "
-        "goes this way; or pass what decides it as a bool or a number, in place of a tensor"
-    )
+LACKS = (
+    "which only another rank has; compute that inside of the layer that has it, and return it from "
+    "there"
+)
+CHANGES = "which other ranks would not see; do that inside of a layer, or with a clone"
+HIDES = "where other ranks do not find it; return it from its layer"
+STRAYS = (
+    "the forward has gone another way than with the example. Give an example that goes this way; "
+    "or pass what decides it as a bool or a number, in place of a tensor"
+)
 
 
 class Leave(BaseException):
@@ -166,9 +148,9 @@ class Names:
         """Return an event's result, in placeholders, and which of ``given`` it has changed."""
         there, _, result, written = self.header.calls.get(event, ("nothing", 0, None, ()))
         if there != name:
-            raise strays(
+            raise ReplayError(
                 f"event {event} is a call of {name!r} here, but of {there!r} on an earlier rank, "
-                "so ranks differ in the model, its mode or its inputs"
+                f"so ranks differ in the model, its mode or its inputs: {STRAYS}"
             )
         leaves, spec = flatten(result)
         found = []
@@ -206,6 +188,8 @@ class Cuts(NamedTuple):
     """A model's layers, and where its partitions begin."""
 
     model: nn.Module
+    device: torch.device
+    """This rank's."""
     names: Sequence[str]
     """The cuts, in the order of their calls."""
     layers: dict[nn.Module, str]
@@ -220,24 +204,22 @@ class Cuts(NamedTuple):
 
 @contextmanager
 def refuse_changed_arguments(layer: str, values: Sequence[Any]) -> Iterator[None]:
-    """Refuse a layer that is called in the block and changes an object that it is given."""
-    objects, sizes = objects_in(values), [_size(value) for value in values]
+    """Refuse a layer that is called in the block and adds to an object, list or dict it is given.
+
+    Most language models of transformers do that, to a cache.
+    """
+    objects, count = objects_in(values), len(flatten(values)[0])
     yield
-    changed = [v for v, size in zip(values, sizes, strict=True) if _size(v) != size]
     try:
         refuse_changes(objects)
+        is_changed = len(flatten(values)[0]) != count
     except RuntimeError:
-        changed += [value for value, _ in objects]
-    if changed:
-        kind = type(changed[0]).__qualname__
-        raise changes(
-            f"the layer {layer!r} changes an argument, a {kind} (models of transformers take "
-            "use_cache=False)"
+        is_changed = True
+    if is_changed:
+        raise ReplayError(
+            f"the layer {layer!r} changes an argument (models of transformers take "
+            f"use_cache=False), {CHANGES}"
         )
-
-
-def _size(value: Any) -> int:
-    return len(value) if isinstance(value, list | dict) else 0
 
 
 @contextmanager
@@ -248,7 +230,8 @@ def inputs_unchanged(x: Any) -> Iterator[None]:
     yield
     for tensor, count, now in zip(tensors, before, versions(tensors), strict=True):
         if count != now:
-            raise changes(f"the model changes one of its inputs in place, {describe(tensor)}")
+            what = f"the model changes one of its inputs in place, {describe(tensor)}"
+            raise ReplayError(f"{what}, {CHANGES}")
 
 
 def refuse_hidden(
@@ -259,53 +242,31 @@ def refuse_hidden(
         if not isinstance(leaf, Tensor):
             if any(isinstance(hidden, Tensor) and wanted(hidden) for hidden in held_by(leaf)):
                 kind = type(leaf).__qualname__
-                raise hides(f"{what} returns a tensor inside of a {kind} ({REMEDY})")
-
-
-@contextmanager
-def refuse_reading_hooks(layer: str) -> Iterator[None]:
-    """Refuse hooks that read values of a layer of another rank, which run in the block."""
-    try:
-        yield
-    except Exception as error:
-        raise lacks(
-            f"a hook of the layer {layer!r} fails on a tensor on the meta device, over which it "
-            f"may pass ({type(error).__name__}: {str(error)[:200]}): it needs a value"
-        ) from error
+                where = f"{what} returns a tensor inside of a {kind} ({REMEDY})"
+                raise ReplayError(f"{where}, {HIDES}")
 
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Restore the model's buffers; and attributes, dicts and lists that have got meta tensors."""
+    """Restore the model's buffers and attributes, also those that are dicts and lists."""
     tables = [vars(module) for module in modules_of(model)]
-    kept: list[Any] = [one for table in tables for one in (table, *table.values())]
-    before = [(one, copy(one)) for one in kept if type(one) in (dict, list)]
+    found: list[Any] = [one for table in tables for one in (table, *table.values())]
+    before = [(one, copy(one)) for one in found if type(one) in (dict, list)]
     with unchanged(model):
         try:
             yield
         finally:
             for now, old in before:
-                if type(now) is list:
-                    now[:] = old if any(map(_has_meta, now[len(old) :])) else now
-                    continue
-                for key in [k for k, v in now.items() if v is not old.get(k) and _has_meta(v)]:
-                    if key in old:
-                        now[key] = old[key]
-                    else:
-                        del now[key]
-
-
-def _has_meta(value: Any) -> bool:
-    found = [one for one in (value, *held_by(value, _CLOSED)) if isinstance(one, Tensor)]
-    return any(one.is_meta and not isinstance(one, nn.Parameter) for one in found)
+                now.clear()
+                now.extend(old) if type(now) is list else now.update(old)
 
 
 def refuse_unrepeatable() -> None:
     """Refuse a call of a layer that a checkpoint of the own code would repeat."""
     if torch.is_grad_enabled() and is_in_checkpoint():
-        raise lacks(
+        raise ReplayError(
             "the model's own code calls a layer inside of torch.utils.checkpoint (in place of "
-            "checkpoint= of the pipe), whose recomputation needs values"
+            f"checkpoint= of the pipe), whose recomputation needs values, {LACKS}"
         )
 
 
@@ -320,23 +281,3 @@ def forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator
         del module.__dict__["forward"]
         if before is not None:
             module.__dict__["forward"] = before
-
-
-def unseen(phase: int, tensor: Tensor, model: nn.Module) -> ReplayError:
-    """Return the error for a tensor of the own code that no event has made."""
-    where = ""
-    for name, module in model.named_modules():
-        for key, value in vars(module).items():
-            if value is tensor or any(one is tensor for one in held_by(value, _CLOSED)):
-                where = f", and is kept in {f'{name}.{key}'.lstrip('.')!r}"
-    return hides(
-        f"the model's own code in partition {phase} uses a tensor, {describe(tensor)}, that was "
-        f"made unseen{where}: in an earlier call, inside of a layer (an auxiliary loss, attention "
-        "weights that a hook collects), in a compiled function or in a torch.autograd.Function"
-    )
-
-
-def statistics_of(layers: Iterable[nn.Module]) -> set[int]:
-    """Return the ids of the running statistics in these layers."""
-    norms = [m for layer in layers for m in layer.modules() if isinstance(m, NormBase)]
-    return {id(buffer) for norm in norms for buffer in norm._buffers.values()} - {id(None)}

@@ -23,7 +23,7 @@ from pipert._torch import NormBase, refuse_unsupported
 from pipert._typing import Device, Value
 from pipert.distributed.rank_agreement import Site
 from pipert.distributed.rank_gradients import SharedParameters, check_tied, norm_of_all, tie
-from pipert.distributed.rank_reports import Call, RankSettings
+from pipert.distributed.rank_reports import RankSettings
 from pipert.distributed.rank_run import RankParts, RankRuntime, check_schedule, ranks_of
 from pipert.distributed.rank_stage import StageModule
 from pipert.layers.batchnorm import check_batch_norm
@@ -32,7 +32,8 @@ from pipert.model.settings import check_checkpoint, check_chunks
 from pipert.model.split import check_balance, check_module, require_balance, sequential, split
 from pipert.observe.event import Observer
 from pipert.skip.routes import routes_along, verify_skippables
-from pipert.stage.loss import LossFunction
+from pipert.stage.loss import LossFunction, own_loss
+from pipert.stage.loss_checks import StepCall
 from pipert.status import Statistics
 from pipert.timeline.timeline import Record, Timeline
 
@@ -81,12 +82,15 @@ class RankPipe(nn.Module):
             RankError: another rank failed.
             Exception: as :meth:`pipert.Pipe.forward`.
         """
-        return self._evaluated(Call(args, kwargs))
+        return self._evaluated(args, kwargs, None)
 
-    def _evaluated(self, call: Call) -> Value:
+    def _evaluated(self, args: Any, kwargs: Any, microbatches: Iterable[Any] | None) -> Value:
+        chunks, _, schedule, _ = self._settings
+        given = args, kwargs, own_loss, None, None, microbatches, chunks, schedule
+        call = StepCall(*given, "mean", None, None, return_outputs=True)
         # Under inference_mode, tensors that cross would have no version.
         with torch.inference_mode(False), torch.no_grad():
-            return self._runtime.run(call, self._settings)[1]
+            return self._runtime.run(call, False, self._settings)[1]
 
     def map(self, microbatches: Iterable[Any]) -> Iterator[Value]:
         """Run micro-batches as they come, ``chunks`` at a time; yield their outputs in order.
@@ -113,7 +117,7 @@ class RankPipe(nn.Module):
                 raise ValueError("replicas must map equally many micro-batches, but do not")
             if not count:
                 return
-            outputs = self._evaluated(Call((), {}, some))
+            outputs = self._evaluated((), {}, some)
             yield from [None] * count if outputs is None else outputs
 
     def forward_backward(
@@ -150,9 +154,11 @@ class RankPipe(nn.Module):
             RankError: another rank failed.
             Exception: as :meth:`pipert.Pipe.forward_backward`.
         """
-        how = loss_fn, target, reduction, denominator, loss_scale, return_outputs
-        call = Call(args, kwargs, microbatches, True, *how)
-        loss, outputs = self._runtime.run(call, self._settings)
+        chunks, _, schedule, _ = self._settings
+        checked: Any = loss_fn  # on each rank, before the first message
+        given = args, kwargs, checked, None, target, microbatches, chunks, schedule
+        call = StepCall(*given, reduction, denominator, loss_scale, return_outputs)
+        loss, outputs = self._runtime.run(call, True, self._settings)
         return (loss, outputs) if return_outputs else loss
 
     def record(self) -> AbstractContextManager[Timeline]:
@@ -287,14 +293,6 @@ class Pipe(RankPipe):
     def partitions(self) -> tuple[nn.Sequential, ...]:
         """The partitions of this rank."""
         return tuple(self._runtime.parts.modules.values())
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if isinstance(value, nn.Module):  # its parameters would be listed, but nobody would call it
-            raise RuntimeError(
-                f"{name!r} cannot be set to a module: a pipert.distributed.Pipe keeps its layers; "
-                "replace those of the Sequential, on all ranks, and make a new pipe"
-            )
-        super().__setattr__(name, value)
 
 
 def check_settings(

@@ -150,7 +150,7 @@ class ModulePipe(RankPipe):
     ) -> None:  # fmt: skip
         agreement, ranks = where.agreement, where.ranks
         with agreement.agreeing() as layouts:
-            cuts = cuts_of(model, names)
+            cuts = cuts_of(model, names, where.device)
             check_batch_norm(model, given[-1], stacklevel=4)
             self._settings = check_settings(*given, cuts.n, len(ranks))
             placement = ranks_of(self._settings.schedule, cuts.n, len(ranks))
@@ -160,7 +160,7 @@ class ModulePipe(RankPipe):
         with agreement.agreeing() as found:
             intercept(cuts.layers)
             weakref.finalize(self, release, list(cuts.layers)).atexit = False
-            replayed = ReplayModel(cuts, where.device, "shared" if inputs == "first" else inputs)
+            replayed = ReplayModel(cuts, "shared" if inputs == "first" else inputs)
             replayed.place(moved(Arguments(*arguments_of(example)), where.device))
             found.append([sorted(replayed.uses[p]) for p in model.parameters()])
         agreement.require_same("example", found)

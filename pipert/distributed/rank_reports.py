@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from pipert.distributed.rank_boundary import Arrived, pack, transfers
 from pipert.layers.compiling import refuse_compilation
 from pipert.layers.modules import compute_cached
 from pipert.layers.random_numbers import next_seed
-from pipert.stage.loss import Loss, LossFunction, check_step, denominator_of, loss_of, scale_of
+from pipert.stage.loss import Loss, check_step, denominator_of, loss_of, scale_of
 from pipert.stage.loss_checks import LossChecks, StepCall
 from pipert.workers.context import refuse_transforms
 
@@ -31,35 +31,6 @@ class RankSettings(NamedTuple):
     checkpoint: str
     schedule: str
     deferred: bool
-
-
-class Call(NamedTuple):
-    """One call: what is to be computed of what, as in :meth:`pipert.Pipe.forward_backward`."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    microbatches: Iterable[Any] | None = None
-    is_step: bool = False
-    loss_fn: LossFunction | None = None
-    target: Value = None
-    reduction: str = "mean"
-    denominator: float | Tensor | None = None
-    scale: float | Tensor | torch.amp.GradScaler | None = None
-    keep_outputs: bool = True
-
-    def split(self, chunks: int) -> tuple[list[Value], Sequence[int]]:
-        """Return the inputs of the micro-batches, and the number of rows in each."""
-        batch = batch_of_step(self.args, self.kwargs, None, chunks, self.microbatches, True)
-        return batch.inputs, batch.sizes or [1] * len(batch.inputs)
-
-    def split_target(self, chunks: int) -> tuple[Sequence[Value], Sequence[int]]:
-        """Return likewise the target; without numbers if it is the same for all micro-batches."""
-        if self.microbatches is None or self.target is None:
-            targets, sizes = scatter_with_sizes((self.target,), {}, chunks)
-            has_rows = any(tensor.dim() for tensor in tensors_of(self.target)[0])
-            return targets, sizes if has_rows else ()
-        targets = list(ready(self.target, "target"))
-        return targets, [1] * len(targets)
 
 
 class RankReport(NamedTuple):
@@ -84,7 +55,8 @@ def prepare(
     site: Site,
     modules: Mapping[int, nn.Module],
     inputs_of: str,
-    call: Call,
+    call: StepCall,
+    is_step: bool,
     settings: RankSettings,
     tied: dict[int, bool],
     checks: LossChecks,
@@ -98,34 +70,33 @@ def prepare(
     refuse_compilation()
     refuse_transforms()
     compute_cached(modules.values())
-    device, chunks = site.device, settings.chunks
+    device = site.device
     inputs: list[Value] = []
     sizes: Sequence[int] = ()
     target_sizes: Sequence[int] = ()
     kind, loss_of_sizes, checksum = "forward", None, 0
     if 0 in modules or inputs_of == "everywhere":
-        inputs, sizes = call.split(chunks)
+        batch = batch_of_step(call.args, call.kwargs, None, call.chunks, call.microbatches, True)
+        inputs, sizes = batch.inputs, batch.sizes or [1] * len(batch.inputs)
         if inputs_of == "everywhere":
             checksum = checksum_of(inputs)
         if inputs_of != "first":
             inputs = _for_all(inputs, device)
-    if call.is_step:
-        function, scale = check_step(call.loss_fn, call.reduction), scale_of(call.scale, [device])
+    if is_step:
+        function = check_step(call.loss_fn, call.reduction)
+        scale = scale_of(call.loss_scale, [device])
         # Reading a scale on a GPU would wait for the GPU.
         value = "on a GPU" if isinstance(scale, Tensor) and scale.is_cuda else float(scale)
-        shown = None if call.scale is None else value
+        shown = None if call.loss_scale is None else value
         kind = f"forward_backward with reduction={call.reduction!r} and loss_scale={shown}"
         if len(site.homes) - 1 in modules:
             denominator = denominator_of(call.denominator, [device])
-            targets, target_sizes = call.split_target(chunks)
+            targets, target_sizes = _split_target(call)
 
             def make_loss(m: int, sizes: Sequence[int]) -> Loss:
                 each = list(targets) if target_sizes else [targets[0]] * m
                 loss = loss_of(function, each, sizes, call.reduction, denominator, scale)
-                given = call.target, call.microbatches, chunks, settings.schedule, call.reduction
-                about = call.args, call.kwargs, function, None, *given
-                step = StepCall(*about, denominator, scale, call.keep_outputs)
-                loss.watch = checks.of_step(step, Batch(each, each, sizes))
+                loss.watch = checks.of_step(call, Batch(each, each, sizes))
                 return loss
 
             loss_of_sizes = make_loss
@@ -135,6 +106,15 @@ def prepare(
     in_common = kind, is_ready, mode, f"autocast={autocast}", *settings
     told = tied, site.replica, next_seed(), sizes, target_sizes, checksum
     return RankReport(in_common, *told), inputs, loss_of_sizes
+
+
+def _split_target(call: StepCall) -> tuple[Sequence[Value], Sequence[int]]:
+    """Return the target of each micro-batch, and its rows; of none if one target is for all."""
+    if call.microbatches is None or call.target is None:
+        targets, sizes = scatter_with_sizes((call.target,), {}, call.chunks)
+        return targets, sizes if any(x.dim() for x in tensors_of(call.target)[0]) else ()
+    targets = list(ready(call.target, "target"))
+    return targets, [1] * len(targets)
 
 
 def _for_all(inputs: list[Value], device: torch.device) -> list[Value]:

@@ -29,7 +29,7 @@ from pipert.distributed.rank_gradients import (
     TiedParameter,
     sum_tied,
 )
-from pipert.distributed.rank_reports import Call, RankSettings, check, prepare, share
+from pipert.distributed.rank_reports import RankSettings, check, prepare, share
 from pipert.distributed.rank_stage import RankBatch, RankPartition, RankStage, StageModule
 from pipert.distributed.replay_model import ReplayLayers, ReplayModel
 from pipert.layers.batchnorm import DeferredStats
@@ -40,7 +40,7 @@ from pipert.observe.notifier import Counters
 from pipert.schedules.plan import plan, plan_call, recomputed
 from pipert.skip import store
 from pipert.skip.routes import PartitionSkips
-from pipert.stage.loss_checks import LossChecks
+from pipert.stage.loss_checks import LossChecks, StepCall
 from pipert.stage.step import Step
 from pipert.stage.step_boundary import leaf_inputs
 from pipert.workers.context import CallerContext
@@ -87,7 +87,9 @@ class RankRuntime:
         self._sharded = [layer for layer in layers if isinstance(layer, FSDPModule)]
         self._schedules: dict[tuple[str, int, bool], tuple[Any, list[RankStage]]] = {}
 
-    def run(self, call: Call, settings: RankSettings) -> tuple[Tensor | None, Value]:
+    def run(
+        self, call: StepCall, is_step: bool, settings: RankSettings
+    ) -> tuple[Tensor | None, Value]:
         """Run a mini-batch: forward, and backward if it is a step.
 
         Returns:
@@ -99,7 +101,7 @@ class RankRuntime:
         with site.agreement.agreeing("a mini-batch") as reports:
             tied = {one.number: one.parameter.requires_grad for one in self.tied}
             report, inputs, make_loss = prepare(
-                site, modules, inputs_of, call, settings, tied, self._checks
+                site, modules, inputs_of, call, is_step, settings, tied, self._checks
             )
             reports.append(report)
         check(site, reports)
@@ -107,7 +109,7 @@ class RankRuntime:
         arrived = share(site, inputs) if inputs_of == "shared" else None
         m, n = len(first.sizes), len(site.homes)
         seed = RunSeed(first.seed)  # on all ranks, whatever fails
-        planned = plan("gpipe", m, n) if call.is_step else plan_call(m, n, range(n))
+        planned = plan("gpipe", m, n) if is_step else plan_call(m, n, range(n))
         earlier, stats = None, None
         with self.counters.open(planned) as notifier:
             try:
@@ -120,22 +122,22 @@ class RankRuntime:
                     sizes = first.sizes if call.microbatches is None else ()
                     step = None
                     if make_loss is not None:
-                        step = Step(make_loss(m, sizes), call.keep_outputs)
+                        step = Step(make_loss(m, sizes), call.return_outputs)
                     given = [*inputs, *(() if step is None else step.loss.targets)]
-                    leaves = [leaf_inputs(x) for x in given] if call.is_step else given
+                    leaves = [leaf_inputs(x) for x in given] if is_step else given
                     if step is not None:
                         step.loss.targets = leaves[len(inputs) :]
                     context = CallerContext([site.device] if site.device.type == "cuda" else [])
                     context.set_variable(store.of_task, store.NEW)
                     batch = RankBatch(
                         m, sizes, leaves[: len(inputs)],
-                        recomputed(settings.checkpoint, m) if call.is_step else 0,
+                        recomputed(settings.checkpoint, m) if is_step else 0,
                         seed, notifier, context, step, bool(self._sharded),
                     )  # fmt: skip
-                    prepared = self._prepared(settings.schedule, batch, stats, call.is_step)
+                    prepared = self._prepared(settings.schedule, batch, stats, is_step)
                     if replayed is not None:
                         replayed.prepare(batch)
-                result = self._go(prepared, batch, earlier, call.is_step)
+                result = self._go(prepared, batch, earlier, is_step)
                 notifier.outcome = "succeeded"
             except BaseException as error:
                 if isinstance(error, Exception):  # an interrupt leaves it cancelled
@@ -145,7 +147,7 @@ class RankRuntime:
                 raise
         if stats is not None:
             stats.commit()
-        if call.is_step:
+        if is_step:
             _deliver(given, leaves)
         return result
 

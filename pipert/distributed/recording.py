@@ -1,32 +1,118 @@
-"""Computes on meta tensors, or on zeros, what a recording of any model over ranks needs to see."""
+"""Records a model's forward on meta tensors: what crosses its cuts, and who uses its parameters.
+
+A layer that needs values, as experts do that choose by them, is recorded with zeros.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pipert._torch import FakeTensorMode, pytree
+from pipert._torch import FakeTensorMode, NormBase, plain_call, pytree
 from pipert._typing import Tensors
-from pipert.any_model.intercept import _METADATA
 from pipert.any_model.map_tensors import map_tensors
 from pipert.batch.tensors import tensors_of
-from pipert.distributed.placeholders import META, ReplayError, reshape
-
-DEVICES: frozenset[Any] = frozenset(
-    getattr(Tensor, name).__get__ for name in ("device", "is_meta", "is_cuda", "is_cpu")
+from pipert.batch.trees import flatten
+from pipert.distributed.placeholders import (
+    LACKS,
+    META,
+    Cuts,
+    Name,
+    NeedsValue,
+    Record,
+    ReplayError,
+    refuse_changed_arguments,
+    reshape,
 )
-OF_META = _METADATA - DEVICES | {Tensor.is_signed, torch.is_floating_point, torch.is_complex}
-"""Functions that are the same of a placeholder."""
-
-HOOKS = {Tensor.register_hook, Tensor.retain_grad}
+from pipert.distributed.replay import Drawing, Events, called
 
 
-def called(func: Any) -> str:
-    """Return the name of a torch function."""
-    return str(getattr(func, "__name__", func))
+class Recording(Events):
+    """A run of the forward that computes no partition, on meta tensors or zeros."""
+
+    def __init__(self, cuts: Cuts, drawing: Drawing) -> None:
+        super().__init__(cuts, drawing)
+        self._zeros: Zeros | None = None  # while a layer is recorded with them
+        norms = [m for layer in cuts.layers for m in layer.modules() if isinstance(m, NormBase)]
+        self._statistics = {id(buffer) for norm in norms for buffer in norm.buffers(recurse=False)}
+        self._used: dict[Name, int] = {}
+        """For each name, the last partition that uses it, if another one has made it."""
+        self.own_parameters: dict[nn.Parameter, set[int]] = defaultdict(set)
+        """The partitions whose own code uses each parameter."""
+        self.called: dict[nn.Module, set[int]] = defaultdict(set)
+        """The partitions that call each layer."""
+        self._structure: Any = None
+
+    def run(self, function: Callable[..., Any], x: Any) -> None:
+        """Run the forward, ``function`` on ``x``."""
+        self._structure = flatten(super().run(function, x))[1]
+
+    def record(self) -> Record:
+        """Return what was found."""
+        home = self.names.home
+        crossing = [
+            sorted(name for name, user in self._used.items() if home(name) <= j < user)
+            for j in range(self._cuts.n)
+        ]
+        return Record(crossing, self.paths, self._structure)
+
+    def _use(self, tensors: Sequence[Tensor]) -> None:
+        super()._use(tensors)
+        for tensor in tensors:
+            if isinstance(tensor, nn.Parameter):
+                self.own_parameters[tensor].add(self._at)
+            elif self._is_elsewhere(tensor):
+                self._used[self.names.of(tensor)] = self._at  # type: ignore[index]
+            elif id(tensor) in self._statistics:
+                raise ReplayError(
+                    f"the model's own code reads running statistics of a layer, {LACKS}"
+                )
+
+    def _call_layer(
+        self, module: nn.Module, call: Any, args: Any, kwargs: Any
+    ) -> tuple[Any, Tensors]:
+        name, call = self._cuts.layers[module], plain_call(module)
+        for one in (module, *args, *kwargs.values()):
+            if isinstance(one, nn.Module):  # such as an embedding whose weight a head uses
+                self.called[one].add(self._at)
+        given = tensors_of((args, kwargs))[0]
+        with refuse_changed_arguments(name, (*args, *kwargs.values())):
+            try:
+                with self._drawing(self._event):
+                    return call(*args, **kwargs), given
+            except NeedsValue:
+                self._zeros = Zeros(module, self._cuts.device)
+            try:
+                with self._drawing(self._event):
+                    return self._zeros.call(name, call, args, kwargs), given
+            finally:
+                self._zeros = None
+
+    def _inside_layer(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if self._zeros is not None:
+            args, kwargs = pytree.tree_map_only(Tensor, self._zeros.of, (args, kwargs))
+            return func(*args, **kwargs)
+        tensors = tensors_of((args, kwargs))[0]
+        if not any(t.is_meta or isinstance(t, nn.Parameter) for t in tensors):
+            return func(*args, **kwargs)
+        return self._call_function(func, args, kwargs, tensors)[0]
+
+    def _call_function(
+        self, func: Any, args: Any, kwargs: Any, tensors: Tensors
+    ) -> tuple[Any, Sequence[int]]:
+        device = self._cuts.device
+        casts = device if torch.is_autocast_enabled(device.type) else None
+        try:
+            return on_meta(func, args, kwargs, tensors, casts)
+        except Exception as error:
+            raise NeedsValue(
+                f"the model's own code in partition {self._at} needs the value of a tensor of a "
+                f"layer, in {called(func)}: {str(error)[:200]}; put it into a layer"
+            ) from error
 
 
 def on_meta(

@@ -22,9 +22,9 @@ a later partition    not reached: at its cut the forward is broken off by :class
    named tensor among its arguments. A tensor's *name* is ``(n, k)``: the ``k``-th result of the
    ``n``-th event, unless an argument was returned. As all ranks run the same code, they count the
    same events, and the header tells their results. What depends on inputs alone is no event.
-3. A *recording* is a replay of no partition: layers run on meta tensors, so it takes neither
-   weights nor messages. It finds which names cross which cut, and which partitions use which
-   parameters (``replay_model``). A layer that needs values, as experts do, runs on zeros.
+3. A *recording* (``recording``) is such a run for no partition: layers run on meta tensors, so it
+   takes neither weights nor messages. It finds which names cross which cut, and which partitions
+   use which parameters (``replay_model``).
 4. The *path* to a cut is a checksum of the events before it, and of which have returned arguments.
    Where it is another than when it was recorded, as in a record of other lengths or dtypes, all
    tensors that are alive cross.
@@ -35,7 +35,6 @@ a later partition    not reached: at its cut the forward is broken off by :class
 from __future__ import annotations
 
 import zlib
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -44,83 +43,78 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from pipert._torch import function_modes, has_hooks, plain_call, pytree, storage_of
+from pipert._torch import function_modes, has_hooks, plain_call, storage_of
 from pipert._typing import Tensors
+from pipert.any_model.intercept import _METADATA
 from pipert.any_model.map_tensors import map_tensors
 from pipert.batch.microbatch import Arguments
 from pipert.batch.tensors import describe, tensors_of, version
 from pipert.batch.trees import flatten
 from pipert.distributed.placeholders import (
+    CHANGES,
+    HIDES,
+    LACKS,
+    STRAYS,
     Cuts,
     Leave,
-    Name,
     Names,
-    NeedsValue,
     Record,
     ReplayError,
-    changes,
     forward_replaced,
-    hides,
-    lacks,
-    refuse_changed_arguments,
     refuse_hidden,
-    refuse_reading_hooks,
     refuse_unrepeatable,
-    statistics_of,
-    strays,
-    unseen,
 )
-from pipert.distributed.recording import DEVICES, HOOKS, OF_META, Zeros, called, on_meta
 from pipert.layers.intercepted import here
 
+Drawing = Callable[[int], AbstractContextManager[object]]
+"""Makes the block in which an event draws, by its number; -1 is the stream of the own code."""
 
-class Replay(TorchFunctionMode):
-    """One run of the forward, for partition ``j`` of one micro-batch; a recording if it is ``n``.
+DEVICES: frozenset[Any] = frozenset(
+    getattr(Tensor, name).__get__ for name in ("device", "is_meta", "is_cuda", "is_cpu")
+)
+OF_META = _METADATA - DEVICES | {Tensor.is_signed, torch.is_floating_point, torch.is_complex}
+"""Functions that are the same of a placeholder."""
+
+HOOKS = {Tensor.register_hook, Tensor.retain_grad}
+
+
+def called(func: Any) -> str:
+    """Return the name of a torch function."""
+    return str(getattr(func, "__name__", func))
+
+
+class Events(TorchFunctionMode):
+    """One run of the forward, taken apart into events. How each is carried out is up to the kind.
 
     Args:
         cuts: the model.
-        j: the partition to compute.
-        device: this rank's.
-        drawing: makes the block in which an event draws, by its number; -1 is the own stream.
-        compute: calls a layer of this partition, ``compute(layer, n, call, args, kwargs)``;
-            ``None`` if it records.
-        record: the record of a micro-batch like this one; ``None`` sends all that is alive.
+        drawing: makes the block in which an event draws.
     """
 
-    def __init__(
-        self,
-        cuts: Cuts,
-        j: int,
-        device: torch.device,
-        drawing: Callable[[int], AbstractContextManager[object]],
-        compute: Any,
-        record: Record | None,
-    ) -> None:
+    _call_layer: Callable[..., tuple[Any, Tensors]]
+    """Takes a layer, what calls it and its arguments; returns its result, and the tensors it got"""
+    _call_function: Callable[..., tuple[Any, Sequence[int]]]
+    """Takes a function, its arguments and the tensors in them; returns its result, and which of
+    these it has changed."""
+
+    def __init__(self, cuts: Cuts, drawing: Drawing) -> None:
         super().__init__()
-        self._cuts, self._j, self._device, self._record = cuts, j, device, record
-        self._drawing, self._compute = drawing, compute
-        self._is_recording = j == cuts.n
-        self._zeros: Zeros | None = None  # while a layer is recorded with them
-        self._phase = self._event = self._depth = self._path = 0
-        self.paths, self._is_paused = list[int](), False
-        """The path to each cut."""
+        self._cuts, self._drawing = cuts, drawing
         self.names = Names()
+        self._at = 0
+        """The partition that the forward is in."""
+        self._event = 0
+        """The number of the last event."""
+        self._path = 0
+        """A checksum of the events so far."""
+        self.paths: list[int] = []
+        """The path to each cut."""
+        self._is_in_layer = self._is_paused = False
         # By their numbers, storages of inputs' tensors that own code has written, and by what.
         self._written: dict[int, tuple[str, Any]] = {}
-        self._statistics = statistics_of(cuts.layers if self._is_recording else ())
-        self.used: dict[Name, int] = {}
-        """For each name, the last partition that uses it, if another one has made it."""
-        self.own_parameters: dict[nn.Parameter, set[int]] = defaultdict(set)
-        """The partitions whose own code uses each parameter."""
-        self.called: dict[nn.Module, set[int]] = defaultdict(set)
-        """The partitions that call each layer."""
-        self.structure: Any = None  # of the output
 
     def run(self, function: Callable[..., Any], x: Any) -> Any:
-        """Run the forward, ``function`` on ``x``.
-
-        Returns:
-            Of the last partition the output; else a pair of the header and the tensors that leave.
+        """Run the forward, ``function`` on ``x``, and return its output.
 
         Raises:
             ReplayError: the model does what a replay cannot do.
@@ -130,30 +124,21 @@ class Replay(TorchFunctionMode):
         try:
             with self._drawing(-1), self:
                 y = function(*args, **kwargs)
-        except Leave:
-            return self.names.header, self._left
         finally:
             here.interceptor = before
-        if (j := self._phase) < self._cuts.n - 1:
+        if not self.is_at_end:
             raise ReplayError(
-                f"the cut {self._cuts.names[j]!r} was not called after partition {j} had begun; "
-                "name modules that each forward calls, in that order"
+                f"the cut {self._cuts.names[self._at]!r} was not called after partition {self._at} "
+                "had begun; name modules that each forward calls, in that order"
             )
-        self._note_uses(tensors_of(y)[0])
+        self._use(tensors_of(y)[0])
         refuse_hidden("the model", y, self._is_elsewhere)
-        self.structure = flatten(y)[1]
-        record = self._record
-        if record and record.paths == self.paths and record.structure != self.structure:
-            raise hides(
-                f"the model's output is {self.structure}, but {record.structure} when it was "
-                "recorded: layers keep something elsewhere, such as output_attentions"
-            )
-        return y if self._is_recording else map_tensors(y, self._real)
+        return y
 
     @property
     def is_at_end(self) -> bool:
         """Whether the last partition has begun."""
-        return self._phase == self._cuts.n - 1
+        return self._at == self._cuts.n - 1
 
     def is_of_layers(self, tensor: Tensor) -> bool:
         """Whether layers have made a tensor, or own code has written their values into it."""
@@ -163,45 +148,26 @@ class Replay(TorchFunctionMode):
     def _is_elsewhere(self, tensor: Tensor) -> bool:
         """Whether a tensor was made in an earlier partition than this."""
         name = self.names.of(tensor)
-        return name is not None and self.names.home(name) < self._phase
+        return name is not None and self.names.home(name) < self._at
 
-    def _note_uses(self, tensors: Sequence[Tensor]) -> None:
-        """Note which partition uses these tensors; refuse what other ranks know nothing of."""
+    def _use(self, tensors: Sequence[Tensor]) -> None:
+        """Refuse to use tensors that other ranks know nothing of."""
         for tensor in tensors:
-            if isinstance(tensor, nn.Parameter):
-                self.own_parameters[tensor].add(self._phase)
-            elif (name := self.names.of(tensor)) is not None:
-                if self._is_elsewhere(tensor):
-                    self.used[name] = self._phase
-            elif tensor.is_meta or tensor.grad_fn is not None:
-                raise unseen(self._phase, tensor, self._cuts.model)
-            elif self.is_of_layers(tensor):
-                raise changes(
+            if isinstance(tensor, nn.Parameter) or self.names.of(tensor) is not None:
+                continue
+            if tensor.is_meta or tensor.grad_fn is not None:
+                raise ReplayError(
+                    f"the model's own code in partition {self._at} uses a tensor, "
+                    f"{describe(tensor)}, that was made unseen: in an earlier call, inside of a "
+                    "layer (an auxiliary loss, attention weights that a hook collects), in a "
+                    f"compiled function or in a torch.autograd.Function, {HIDES}"
+                )
+            if self.is_of_layers(tensor):
+                raise ReplayError(
                     "the model's own code has written a value of a layer, in "
                     f"{self._written[storage_of(tensor)][0]}, into memory that it uses under "
-                    "another name, such as a view"
+                    f"another name, such as a view, {CHANGES}"
                 )
-
-    def _real(self, tensor: Tensor) -> Tensor:
-        """Return the tensor for ``tensor`` in the partition that is computed."""
-        name = self.names.of(tensor)
-        if name is None:
-            if tensor.is_meta:
-                names = [name for name, p in self._cuts.model.named_parameters() if p is tensor]
-                raise strays(
-                    f"partition {self._j} uses {describe(tensor)} of another partition, "
-                    f"{names[0] if names else 'a buffer'!r}"
-                )
-            return tensor
-        if name in self.names.received:
-            return self.names.received[name]
-        event, made, *_ = self.names.header.calls[name[0]]
-        if made != self._j:
-            raise strays(
-                f"partition {self._j} uses a result of {event!r} of partition {made}, which did "
-                "not cross"
-            )
-        return tensor
 
     @contextmanager
     def _paused(self) -> Iterator[None]:
@@ -220,85 +186,44 @@ class Replay(TorchFunctionMode):
     def call(
         self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: dict[str, Any]
     ) -> Any:
-        """Call a layer in its partition; before, return placeholders."""
-        if self._depth or module not in self._cuts.layers:
+        """Carry out a call of a module, an event if it is a layer and not inside of another one."""
+        if self._is_in_layer or module not in self._cuts.layers:
             return call(*args, **kwargs)
         with self._paused():
             begins = self._cuts.begins.get(module, 0)
-            if begins > self._phase:
+            if begins > self._at:
                 self._go_on_to(begins)
             self._event += 1
             refuse_unrepeatable()
-            given = tensors_of((args, kwargs))[0]
-            self._note_uses(given)
-            for one in (module, *args, *kwargs.values()):
-                if isinstance(one, nn.Module):  # such as an embedding whose weight a head uses
-                    self.called[one].add(self._phase)
-            if self._phase < self._j and not self._is_recording:
-                return self._skip(module, given, args, kwargs)
-        self._depth += 1
+            self._use(tensors_of((args, kwargs))[0])
+        self._is_in_layer = True
         try:
-            if self._is_recording:  # the functions inside of the layer come to this mode
-                y = self._call_on_meta(module, args, kwargs)
-            else:
-                with self._paused():
-                    args, kwargs = map_tensors((args, kwargs), self._real)
-                    given = tensors_of((args, kwargs))[0]
-                    y = self._compute(module, self._event, call, args, kwargs)
+            y, given = self._call_layer(module, call, args, kwargs)
         finally:
-            self._depth -= 1
+            self._is_in_layer = False
         with self._paused():
             refuse_hidden(f"the layer {self._cuts.layers[module]!r}", y)
             self._tell(self._cuts.layers[module], given, y)
         return y
 
-    def _call_on_meta(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Call a layer in a recording; with zeros if it needs values."""
-        name, call = self._cuts.layers[module], plain_call(module)
-        with refuse_changed_arguments(name, (*args, *kwargs.values())):
-            try:
-                with self._drawing(self._event):
-                    return call(*args, **kwargs)
-            except NeedsValue:
-                self._zeros = Zeros(module, self._device)
-            try:
-                with self._drawing(self._event):
-                    return self._zeros.call(name, call, args, kwargs)
-            finally:
-                self._zeros = None
+    def _inside_layer(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Carry out a function that a layer calls, if this mode is not paused there."""
+        return func(*args, **kwargs)
 
     def _go_on_to(self, begins: int) -> None:
-        """Begin the next partition, or leave at the end of this rank's."""
-        if begins > self._phase + 1:
+        """Begin the next partition."""
+        if begins > self._at + 1:
             raise ReplayError(
                 f"the cut {self._cuts.names[begins - 1]!r} was called before "
-                f"{self._cuts.names[self._phase]!r}; give cuts in the order of their calls"
+                f"{self._cuts.names[self._at]!r}; give cuts in the order of their calls"
             )
         self.paths.append(self._path)
-        if self._phase == self._j:
-            record, alive = self._record, self.names.alive()
-            leaving = sorted(alive)
-            if record is not None and self.paths == record.paths[: self._j + 1]:
-                leaving = [name for name in record.crossing[self._j] if name in alive]
-            self.names.header.names, self._left = leaving, tuple([alive[one] for one in leaving])
-            raise Leave
-        self._phase = begins
+        self._at = begins
 
     def _tell(self, name: str, given: Tensors, y: Any, written: Sequence[int] = ()) -> None:
-        if self._phase == self._j and any(tensor.is_meta for tensor in tensors_of(y)[0]):
-            raise strays(f"partition {self._j} lacks a parameter or buffer of {name!r}")
-        old = self.names.tell(self._event, self._phase, name, given, y, written)
+        """Name the results of the event."""
+        old = self.names.tell(self._event, self._at, name, given, y, written)
         self._path = zlib.crc32(f"{name}{old}".encode(), self._path)
-
-    def _skip(self, module: nn.Module, given: Tensors, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Return placeholders of what a layer and its hooks return; its hooks see them, too."""
-        name = self._cuts.layers[module]
-        y, _ = self.names.told(self._event, name, given)
-        if has_hooks(module):
-            with forward_replaced(module, lambda *_, **__: y), refuse_reading_hooks(name):
-                plain_call(module)(*args, **kwargs)
-        self._tell(name, given, y)
-        return y
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -308,27 +233,18 @@ class Replay(TorchFunctionMode):
             return func(*args, **kwargs)
         if func in DEVICES:
             is_here = args[0].is_meta or isinstance(args[0], nn.Parameter)
-            return func(torch.empty(0, device=self._device) if is_here else args[0])
+            return func(torch.empty(0, device=self._cuts.device) if is_here else args[0])
+        if self._is_in_layer:
+            return self._inside_layer(func, args, kwargs)
         tensors = tensors_of((args, kwargs))[0]
-        if self._zeros is not None:
-            args, kwargs = pytree.tree_map_only(Tensor, self._zeros.of, (args, kwargs))
-            return func(*args, **kwargs)
-        if self._depth:
-            if not any(t.is_meta or isinstance(t, nn.Parameter) for t in tensors):
-                return func(*args, **kwargs)
-            return self._on_meta(func, args, kwargs, tensors)[0]
-        self._note_uses(tensors)
+        self._use(tensors)
         if func in HOOKS:
             if self._is_elsewhere(args[0]):
-                raise lacks(
-                    f"the model's own code in partition {self._phase} calls {called(func)} of a "
-                    "tensor of an earlier partition, and needs the whole gradient"
+                raise ReplayError(
+                    f"the model's own code in partition {self._at} calls {called(func)} of a "
+                    f"tensor of an earlier partition, and needs the whole gradient, {LACKS}"
                 )
             return func(*args, **kwargs)
-        if not self._statistics.isdisjoint(map(id, tensors)):
-            raise lacks(
-                f"the model's own code reads running statistics of a layer, in {called(func)}"
-            )
         if not any(self.names.of(t) is not None or isinstance(t, nn.Parameter) for t in tensors):
             return func(*args, **kwargs)
         return self._own_event(func, args, kwargs, tensors)
@@ -337,36 +253,115 @@ class Replay(TorchFunctionMode):
         """Carry out a function of the own code that has a named tensor or a parameter."""
         self._event += 1
         name = called(func)
-        written: Sequence[int]
-        if self._phase == self._j:
-            versions = [version(t) for t in tensors]
-            with self._drawing(self._event):
-                y = func(*map_tensors(args, self._real), **map_tensors(kwargs, self._real))
-            pairs = enumerate(zip(tensors, versions, strict=True))
-            written = [k for k, (t, before) in pairs if version(t) != before]
-        elif self._is_recording:
-            y, written = self._on_meta(func, args, kwargs, tensors)
-        else:
-            y, written = self.names.told(self._event, name, tensors)
+        y, written = self._call_function(func, args, kwargs, tensors)
         self._tell(name, tensors, y, written)
         for k in written:
             tensor = tensors[k]
             if isinstance(tensor, nn.Parameter):
-                raise changes(f"the model's own code changes a parameter, in {name}")
+                what = f"the model's own code changes a parameter, in {name}"
+                raise ReplayError(f"{what}, {CHANGES}")
             if self.names.of(tensor) is None:
                 if not tensor.is_meta:
                     self._written[storage_of(tensor)] = name, tensor.untyped_storage()
                 self.names.add(tensor, (self._event, -1 - k))
         return y
 
-    def _on_meta(
-        self, func: Any, args: Any, kwargs: dict[str, Any], tensors: Tensors
-    ) -> tuple[Any, list[int]]:
-        casts = self._device if torch.is_autocast_enabled(self._device.type) else None
+
+class Replay(Events):
+    """Computes partition ``j`` of one micro-batch.
+
+    Args:
+        j: the partition.
+        compute: calls a layer of this partition, ``compute(layer, n, call, args, kwargs)``.
+        record: the record of a micro-batch like this one; ``None`` sends all that is alive.
+        cuts, drawing: as in :class:`Events`.
+    """
+
+    def __init__(
+        self, j: int, compute: Any, record: Record | None, cuts: Cuts, drawing: Drawing
+    ) -> None:
+        super().__init__(cuts, drawing)
+        self._j, self._compute, self._record = j, compute, record
+
+    def run(self, function: Callable[..., Any], x: Any) -> Any:
+        """Run the forward, ``function`` on ``x``.
+
+        Returns:
+            Of the last partition the output; else a pair of the header and the tensors that leave.
+        """
         try:
-            return on_meta(func, args, kwargs, tensors, casts)
-        except Exception as error:
-            raise NeedsValue(
-                f"the model's own code in partition {self._phase} needs the value of a tensor of a "
-                f"layer, in {called(func)}: {str(error)[:200]}; put it into a layer"
-            ) from error
+            y = super().run(function, x)
+        except Leave:
+            return self._leaving()
+        record, structure = self._record, flatten(y)[1]
+        if record and record.paths == self.paths and record.structure != structure:
+            raise ReplayError(
+                f"the model's output is {structure}, but {record.structure} when it was "
+                f"recorded: layers keep something elsewhere, such as output_attentions, {HIDES}"
+            )
+        return map_tensors(y, self._real)
+
+    def _leaving(self) -> tuple[Any, Tensors]:
+        names, record, alive = self.names, self._record, self.names.alive()
+        names.header.names = sorted(alive)
+        if record is not None and self.paths == record.paths[: self._j + 1]:
+            names.header.names = [name for name in record.crossing[self._j] if name in alive]
+        return names.header, tuple([alive[name] for name in names.header.names])
+
+    def _go_on_to(self, begins: int) -> None:
+        super()._go_on_to(begins)
+        if begins > self._j:
+            raise Leave
+
+    def _call_layer(
+        self, module: nn.Module, call: Any, args: Any, kwargs: Any
+    ) -> tuple[Any, Tensors]:
+        with self._paused():
+            if self._at == self._j:
+                args, kwargs = map_tensors((args, kwargs), self._real)
+                y = self._compute(module, self._event, call, args, kwargs)
+                return y, tensors_of((args, kwargs))[0]
+            given = tensors_of((args, kwargs))[0]
+            y, _ = self.names.told(self._event, self._cuts.layers[module], given)
+            if has_hooks(module):  # which see placeholders
+                with forward_replaced(module, lambda *_, **__: y):
+                    plain_call(module)(*args, **kwargs)
+            return y, given
+
+    def _call_function(
+        self, func: Any, args: Any, kwargs: Any, tensors: Tensors
+    ) -> tuple[Any, Sequence[int]]:
+        if self._at < self._j:
+            return self.names.told(self._event, called(func), tensors)
+        versions = [version(t) for t in tensors]
+        with self._drawing(self._event):
+            y = func(*map_tensors(args, self._real), **map_tensors(kwargs, self._real))
+        pairs = enumerate(zip(tensors, versions, strict=True))
+        return y, [k for k, (t, before) in pairs if version(t) != before]
+
+    def _tell(self, name: str, given: Tensors, y: Any, written: Sequence[int] = ()) -> None:
+        if self._at == self._j and any(tensor.is_meta for tensor in tensors_of(y)[0]):
+            what = f"partition {self._j} lacks a parameter or buffer of {name!r}"
+            raise ReplayError(f"{what}: {STRAYS}")
+        super()._tell(name, given, y, written)
+
+    def _real(self, tensor: Tensor) -> Tensor:
+        """Return the tensor for ``tensor`` in the partition that is computed."""
+        name = self.names.of(tensor)
+        if name is None:
+            if tensor.is_meta:
+                names = [name for name, p in self._cuts.model.named_parameters() if p is tensor]
+                raise ReplayError(
+                    f"partition {self._j} uses {describe(tensor)} of another partition, "
+                    f"{names[0] if names else 'a buffer'!r}: {STRAYS}"
+                )
+            return tensor
+        if name in self.names.received:
+            return self.names.received[name]
+        event, made, *_ = self.names.header.calls[name[0]]
+        if made != self._j:
+            raise ReplayError(
+                f"partition {self._j} uses a result of {event!r} of partition {made}, which did "
+                f"not cross: {STRAYS}"
+            )
+        return tensor

@@ -1,8 +1,7 @@
 """Runs any model over ranks: its partitions are computed by replays of its own forward.
 
-Recordings find its layers, where its parameters belong, and what crosses. A record depends on what
-the inputs are, and on modes. Once two that differ in shapes alone are equal, it serves for all
-shapes: a mini-batch of a new length takes no recording. Where it does not fit, paths show it.
+Recordings find where its parameters belong, and what crosses. A record depends on what the inputs
+are, and on modes. It serves for all shapes and values: where it does not fit, paths show it.
 """
 
 from __future__ import annotations
@@ -23,16 +22,18 @@ from pipert.any_model.checkpointed_calls import checkpointed_call
 from pipert.batch.tensors import tensors_of, version
 from pipert.batch.trees import flatten
 from pipert.distributed.placeholders import (
+    CHANGES,
+    STRAYS,
     Cuts,
     NeedsValue,
     Record,
-    changes,
+    ReplayError,
     forward_replaced,
     inputs_unchanged,
-    strays,
     untouched,
 )
 from pipert.distributed.rank_stage import RankBatch
+from pipert.distributed.recording import Recording
 from pipert.distributed.replay import Replay
 from pipert.layers.call import Layers, Watch
 from pipert.layers.modules import modules_of
@@ -43,12 +44,11 @@ from pipert.model.cuts import check_cuts, homes, layers_of
 from pipert.schedules.action import Action
 
 OWN_STREAM = -1
-ANY_SHAPES = ()
 RECORDS = 64
 """The number of records that are kept: those used last."""
 
 
-def cuts_of(model: nn.Module, cuts: Iterable[str]) -> Cuts:
+def cuts_of(model: nn.Module, cuts: Iterable[str], device: torch.device) -> Cuts:
     """Check the cuts of a model, and find its layers.
 
     Raises:
@@ -61,7 +61,7 @@ def cuts_of(model: nn.Module, cuts: Iterable[str]) -> Cuts:
         for name, module in layers_of(model, names).items()
         if module in begins or any(map(_has_state, modules_of(module)))
     }
-    return Cuts(model, names, layers, begins)
+    return Cuts(model, device, names, layers, begins)
 
 
 def _has_state(module: nn.Module) -> bool:
@@ -84,7 +84,6 @@ class ReplayModel:
     """A model that keeps its own forward: its cuts, and the records so far."""
 
     cuts: Cuts
-    device: torch.device
     inputs: str
     uses: dict[nn.Parameter, set[int]] = field(default_factory=dict)
     """The partitions that use each parameter."""
@@ -94,7 +93,7 @@ class ReplayModel:
     """Whether the own code of the last partition decides by values, so that there are no records
     and all tensors that are alive cross."""
     records: dict[Any, Record] = field(default_factory=dict)
-    """By what the inputs are and their shapes, or ``ANY_SHAPES``; the last used is the last."""
+    """By what the inputs are; the last used is the last."""
 
     def place(self, example: Value) -> None:
         """Find the partitions that use each parameter, from a recording of the example.
@@ -102,24 +101,24 @@ class ReplayModel:
         A layer that the example skips belongs to the partition of the last cut that was registered
         before it; and to the last one if what follows depends on values there.
         """
-        replay, _ = self._recording(example)
+        recording, _ = self._recording(example)
         names = {name: layer for layer, name in self.cuts.layers.items()}
         registered = homes(names, list(self.cuts.names))
         rest = {self.cuts.n - 1} if self.reads_values else None
         uses: dict[nn.Parameter, set[int]] = defaultdict(set)
-        for parameter, used in replay.own_parameters.items():
+        for parameter, used in recording.own_parameters.items():
             uses[parameter] |= used
         layers = self.cuts.layers.items()
         self.layers = {layer: rest or {registered[name]} for layer, name in layers}
-        self.layers.update(replay.called)  # and modules that layers are given
+        self.layers.update(recording.called)  # and modules that layers are given
         for layer, used in self.layers.items():
             for parameter in layer.parameters():
                 uses[parameter] |= used
         for parameter in self.cuts.model.parameters():
             self.uses[parameter] = uses[parameter] or rest or {0}
 
-    def _recording(self, x: Value, i: int = 0, seed: int = 0) -> tuple[Replay, bool]:
-        """Record on meta; return the replay, and whether the own code has drawn.
+    def _recording(self, x: Value, i: int = 0, seed: int = 0) -> tuple[Recording, bool]:
+        """Record the forward of ``x``; return that, and whether the own code has drawn.
 
         A model that is refused leaves its buffers and the inputs unchanged.
         """
@@ -129,83 +128,70 @@ class ReplayModel:
 
         def drawing(event: int) -> TaskRng:
             run = own if event == OWN_STREAM else events
-            return event_drawing(run, i, self.device)(event)
+            return event_drawing(run, i, self.cuts.device)(event)
 
-        replay = Replay(self.cuts, self.cuts.n, self.device, drawing, None, None)
+        recording = Recording(self.cuts, drawing)
         tensors, rebuild = tensors_of(x)
         copy = rebuild(tuple([tensor.detach().clone() for tensor in tensors]))
+        unchanged = self._buffers_unchanged(recording)
         try:
-            with untouched(self.cuts.model), self.recorded(replay), inputs_unchanged(copy):
-                replay.run(self.cuts.model, copy)
+            with untouched(self.cuts.model), unchanged, inputs_unchanged(copy):
+                recording.run(self.cuts.model, copy)
         except NeedsValue:
-            if not replay.is_at_end:
+            if not recording.is_at_end:
                 raise
             self.reads_values = True
-        return replay, own.used
+        return recording, own.used
 
     @contextmanager
-    def recorded(self, replay: Replay) -> Iterator[None]:
-        """Refuse own code that changes a buffer in the block, in which ``replay`` runs."""
-        before = self._own_state()
+    def _buffers_unchanged(self, recording: Recording) -> Iterator[None]:
+        """Refuse own code that changes a buffer in the block, in which ``recording`` runs."""
+        of_layers = {m for layer in self.cuts.layers for m in modules_of(layer)}
+        named = self.cuts.model.named_modules()
+        own = {module: name for name, module in named if module not in of_layers}
+
+        def versions() -> dict[str, tuple[int, int]]:
+            return {
+                name: (id(buffer), version(buffer))
+                for module, prefix in own.items()
+                for name, buffer in module.named_buffers(prefix, recurse=False)
+                if name.rpartition(".")[2] not in module._non_persistent_buffers_set
+            }
+
+        before = versions()
         yield
-        after = self._own_state()
+        after = versions()
         for name, buffer in self.cuts.model.named_buffers():
-            if replay.is_of_layers(buffer) or after.get(name) != before.get(name):
-                raise changes(
-                    f"the model's own code changes the buffer {name!r}: a rank would do so for "
-                    "each of its partitions and for none behind them"
+            if recording.is_of_layers(buffer) or after.get(name) != before.get(name):
+                raise ReplayError(
+                    f"the model's own code changes the buffer {name!r}, {CHANGES}"
                 )
 
-    def _own_state(self) -> dict[str, tuple[int, int]]:
-        """Return the identity and version of each buffer of the state that no layer has."""
-        model, inside = self.cuts.model, {m for each in self.cuts.layers for m in modules_of(each)}
-        return {
-            f"{prefix}.{name}".lstrip("."): (id(buffer), version(buffer))
-            for prefix, module in model.named_modules() if module not in inside
-            for name, buffer in module._buffers.items()
-            if name not in module._non_persistent_buffers_set
-        }  # fmt: skip
-
-    def _kind(self, x: Value) -> tuple[Any, Any]:
-        """Return what a record depends on, but for the shapes; and the shapes."""
+    def _kind(self, x: Value) -> Any:
+        """Return what a record depends on."""
         leaves, spec = flatten(x)
         kinds = [
             (leaf.dtype, leaf.dim()) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves
         ]
-        shapes = [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor)]
-        kind = self.device.type
+        kind = self.cuts.device.type
         casts = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
-        mode = self.cuts.model.training, torch.is_grad_enabled(), casts
-        return (str(spec), tuple(kinds), *mode), (*shapes, None)
+        return str(spec), tuple(kinds), self.cuts.model.training, torch.is_grad_enabled(), casts
 
     def _record(self, i: int, x: Value, seed: int) -> Record | None:
         """Return the record for micro-batch ``i``; ``None`` if there is none."""
-        kind, shapes = self._kind(x)
-        for key in ((kind, ANY_SHAPES), (kind, shapes)):
-            if key in self.records:
-                return self._keep(key, self.records[key])
+        kind = self._kind(x)
+        if kind in self.records:
+            self.records[kind] = self.records.pop(kind)  # now the last
+            return self.records[kind]
         if not self.reads_values:
-            replay, draws = self._recording(x, i, seed)
+            recording, draws = self._recording(x, i, seed)
         if self.reads_values:
             return None
-        home, used = replay.names.home, replay.used.items()
-        crossing = [
-            sorted(name for name, user in used if home(name) <= j < user)
-            for j in range(self.cuts.n)
-        ]
-        record = Record(crossing, replay.paths, replay.structure)
         if not draws:  # else its choices may be others next time
-            others = [one for (other, _), one in self.records.items() if other == kind]
-            are_equal = bool(others) and all(one == record for one in others)
-            self._keep((kind, ANY_SHAPES if are_equal else shapes), record)
-        return record
-
-    def _keep(self, key: Any, record: Record) -> Record:
-        self.records.pop(key, None)
-        self.records[key] = record
-        if len(self.records) > RECORDS:
-            del self.records[next(iter(self.records))]
-        return record
+            self.records[kind] = recording.record()
+            if len(self.records) > RECORDS:
+                del self.records[next(iter(self.records))]
+        return recording.record()
 
     def prepare(self, batch: RankBatch) -> None:
         """Find the records of the micro-batches."""
@@ -234,10 +220,10 @@ class ReplayLayers:
         return compute(x) if watch is None else watch(compute, x)
 
     def _replay(self, i: int, segments: Segments | None, x: Value) -> Value:
-        batch, cuts, device = self.batch, self.model.cuts, self.place.device
-        drawing = event_drawing(batch.seed, i, device)
+        batch, cuts = self.batch, self.model.cuts
+        drawing = event_drawing(batch.seed, i, cuts.device)
         compute = partial(self._call, i, segments, drawing)
-        replay = Replay(cuts, self.place.j, device, drawing, compute, batch.records[i])
+        replay = Replay(self.place.j, compute, batch.records[i], cuts, drawing)
         if self.place.j:
             replay.names.receive(*x)
         with inputs_unchanged(batch.inputs[i]):
@@ -249,9 +235,9 @@ class ReplayLayers:
     ) -> Any:  # fmt: skip
         used, name = self.model.layers[module], self.model.cuts.layers[module]
         if self.place.j not in used and any(p.is_meta for p in module.parameters()):
-            raise strays(
+            raise ReplayError(
                 f"partition {self.place.j} calls the layer {name!r}, whose parameters are in "
-                f"partition {min(used)}"
+                f"partition {min(used)}: {STRAYS}"
             )
         with drawing(event):
             if segments is None or not self.layers.recomputes(module):

@@ -666,14 +666,6 @@ def test_one_rank_calls_alone() -> None:
     run(2, alone)
 
 
-def sets_a_layer(rank: int) -> None:
-    pipe = distributed.Pipe(trapped(2), [3, 3], chunks=4)
-    for name in (*pipe._modules, "other"):
-        kind, text = caught(partial(setattr, pipe, name, nn.Linear(4, 4)))
-        assert kind is RuntimeError and f"'{name}' cannot be set" in text, text
-    check_works(pipe, 2)
-
-
 def assigns(rank: int) -> None:
     pipe = distributed.Pipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), [1, 1])
     with pytest.raises(ValueError, match="assign=True"):
@@ -688,10 +680,6 @@ def assigns(rank: int) -> None:
 
 def test_parameters_cannot_be_assigned_and_unknown_keys_are_refused() -> None:
     run(2, assigns)
-
-
-def test_layers_cannot_be_replaced() -> None:
-    run(2, sets_a_layer)
 
 
 def _tied(sparse: bool) -> nn.Sequential:

@@ -25,9 +25,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_into
 from torch.distributed.checkpoint.state_dict_saver import save as save_as
 
 from pipert import distributed
-from pipert.distributed import rank_parameters, rank_pipeline, replay_model
-from pipert.distributed.placeholders import Record
-from pipert.distributed.replay import Replay
+from pipert.distributed.recording import Recording
 from tests.distributed.launcher import endings, in_sweep, run
 from tests.distributed.own_models import (
     MODELS,
@@ -179,26 +177,6 @@ def test_a_data_set_is_mapped() -> None:
         torch.testing.assert_close(output["logits"], plain(**tied_batch(2, length))["logits"])
 
 
-def saves(rank: int, folder: str, cuts: list[str], schedule: str, loads: bool) -> Any:
-    torch.manual_seed(3 if loads else 0)
-    pipe = distributed.pipeline(Tied(), cuts, example=tied_batch(2), schedule=schedule)
-    if not loads:
-        save_as(pipe.state_dict(), checkpoint_id=folder)
-        return pipe.state_dict()
-    state = pipe.state_dict()
-    load_into(state, checkpoint_id=folder)
-    pipe.load_state_dict(state)
-    return pipe.state_dict()
-
-
-def test_a_saved_state_is_loaded_into_another_number_of_ranks(tmp_path: Path) -> None:
-    plain, folder = build("tied").state_dict(), str(tmp_path)
-    run(2, saves, folder, ["blocks.2"], "1f1b", False)
-    for state in run(2, saves, folder, ["blocks.1", "blocks.2", "norm"], "interleaved", True):
-        for name, value in state.items():
-            torch.testing.assert_close(value, plain[name], rtol=0, atol=0)
-
-
 def trains(rank: int, cuts: list[str], folder: str, loads: bool) -> list[Tensor]:
     """One step of Adam, saved; or loaded into what has trained otherwise; then three more."""
     torch.manual_seed(5 if loads else 0)
@@ -247,26 +225,6 @@ def trains_alone(rank: int, folder: str) -> list[Tensor]:
     torch.manual_seed(6)
     model = MODELS["unet"][0]()
     return goes_on(model, torch.optim.Adam(model.parameters(), lr=0.1), folder, True)
-
-
-def autocasts(rank: int) -> list[Any]:
-    pipe = distributed.pipeline(build("unet"), ["middle"], example=unet_batch(2), chunks=2)
-    given: dict[str, Any] = unet_batch(4)
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = pipe.forward_backward(**given, loss_fn=MODELS["unet"][3])
-    return [loss, {name: p.grad for name, p in pipe.named_parameters()}]
-
-
-def test_autocast() -> None:
-    plain = build("unet")
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = MODELS["unet"][3](plain(**unet_batch(4)), None)
-    torch.autograd.backward(loss)
-    named = dict(plain.named_parameters())
-    for other, grads in run(2, autocasts):
-        torch.testing.assert_close(other, loss.detach(), rtol=1e-2, atol=1e-2)
-        for name, grad in grads.items():
-            torch.testing.assert_close(grad, named[name].grad, rtol=0.1, atol=0.02)
 
 
 class Normed(nn.Module):
@@ -388,15 +346,6 @@ def test_files_of_safetensors_are_loaded(tmp_path: Path) -> None:
             assert torch.equal(value, state[name].to(value.dtype)), name
 
 
-def test_files_of_safetensors_need_the_package(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "a.safetensors").touch()
-    monkeypatch.setattr(rank_parameters, "find_spec", lambda _: None)
-    with pytest.raises(ImportError, match="pip install safetensors"):
-        rank_parameters.loader(tmp_path)
-
-
 def holds(rank: int) -> tuple[int, int]:
     """The most bytes of tensors while loading, and those of this rank's share with one layer."""
     with distributed.empty_parameters():
@@ -443,26 +392,6 @@ def hooks_and_parameters(rank: int) -> str:
 
 def test_a_parameter_with_hooks_is_not_replaced() -> None:
     assert all("'b.weight' has hooks" in text for text in run(2, hooks_and_parameters))
-
-
-def measures(rank: int) -> list[str]:
-    from torch.distributed.device_mesh import init_device_mesh
-
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stages", "copies"))
-    calls = list[int]()
-
-    def choosing(*_: Any) -> list[str]:
-        calls.append(rank)
-        return ["downs.1"] if rank == 0 else ["middle"]
-
-    vars(rank_pipeline)["choose_cuts"] = choosing  # in a process of its own
-    pipe = distributed.pipeline(build("unet"), partitions=2, example=unet_batch(2), mesh=mesh)
-    assert calls == [0] * (rank == 0)
-    return pipe.cuts
-
-
-def test_cuts_are_measured_on_one_rank_for_all_copies() -> None:
-    assert run(4, measures) == [["downs.1"]] * 4
 
 
 def chooses(rank: int) -> Any:
@@ -529,27 +458,6 @@ def test_empty_parameters_that_layers_share_stay_one_and_other_threads_get_real_
     assert not elsewhere.weight.is_meta and not nn.Linear(2, 2).weight.is_meta
 
 
-def shards(rank: int) -> str:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("stages", "copies"))
-
-    def wrap(partition: nn.Sequential) -> None:
-        for one in partition:
-            fully_shard(one, mesh=mesh["copies"])
-
-    with pytest.raises(ValueError, match="fully_shard") as caught:
-        distributed.pipeline(
-            build("unet"), ["middle"], example=unet_batch(2), mesh=mesh, wrap=wrap
-        )
-    return str(caught.value)
-
-
-def test_sharded_layers_are_refused() -> None:
-    assert all("fully_shard" in text for text in run(2, shards))
-
-
 def with_cache(rank: int) -> str:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
@@ -590,128 +498,38 @@ class Lengths(nn.Module):
 
 
 def lengths(rank: int, looping: bool) -> list[Any]:
-    """Steps of several lengths: the losses, the recordings so far, and the bytes that crossed."""
+    """Steps of several lengths: the losses, and the recordings so far."""
     torch.manual_seed(0)
-    recordings, names = list[int](), list[int]()
-    record = replay_model.ReplayModel._recording
-    leave = Replay._go_on_to
+    recordings = list[int]()
+    run_once = Recording.run
 
     def recording(self: Any, *args: Any) -> Any:
         recordings.append(1)
-        return record(self, *args)
+        return run_once(self, *args)
 
-    def going_on(self: Any, begins: int) -> None:
-        try:
-            leave(self, begins)
-        finally:
-            names.append(len(self.names.header.names))
-
-    # Of this process alone.
-    setattr(replay_model.ReplayModel, "_recording", recording)  # noqa: B010
-    setattr(Replay, "_go_on_to", going_on)  # noqa: B010
-    x = torch.ones(4, 2)
-    pipe = distributed.pipeline(Lengths(looping), ["b"], example=x, chunks=2)
+    setattr(Recording, "run", recording)  # noqa: B010  of this process alone
+    pipe = distributed.pipeline(Lengths(looping), ["b"], example=torch.ones(4, 2), chunks=2)
     found = []
-    for length in (2, 3, 4, 5, 5):
-        recordings.clear()
-        names.clear()
+    for length in LENGTHS:
         x = torch.arange(4.0 * length).reshape(4, length)
         loss = pipe.forward_backward(x, target=torch.ones(4, 1), loss_fn=F.mse_loss)
-        found.append((loss, len(recordings), max(names)))
+        found.append((loss, len(recordings)))
     return found
 
 
-def test_a_record_of_two_lengths_serves_for_all_others() -> None:
+LENGTHS = (2, 3, 4, 5, 5)
+
+
+@pytest.mark.parametrize("looping", [False, True])
+def test_one_record_serves_for_all_lengths(looping: bool) -> None:
+    """Where it does not fit, as where the own code takes other events, all tensors cross."""
     torch.manual_seed(0)
-    plain = Lengths(False)
-    of_first, _ = both = run(2, lengths, False)
-    for found in both:
-        for (loss, _, _), length in zip(found, (2, 3, 4, 5, 5), strict=True):
+    plain = Lengths(looping)
+    for found in run(2, lengths, looping):
+        for (loss, _), length in zip(found, LENGTHS, strict=True):
             y = plain(torch.arange(4.0 * length).reshape(4, length))
             torch.testing.assert_close(loss, F.mse_loss(y, torch.ones(4, 1)).detach())
-        assert [recordings for _, recordings, _ in found] == [1, 1, 0, 0, 0]
-    assert {names for *_, names in of_first} == {2}
-
-
-def test_lengths_that_take_other_events_have_records_of_their_own() -> None:
-    torch.manual_seed(0)
-    plain = Lengths(True)
-    for found in run(2, lengths, True):
-        for (loss, _, _), length in zip(found, (2, 3, 4, 5, 5), strict=True):
-            y = plain(torch.arange(4.0 * length).reshape(4, length))
-            torch.testing.assert_close(loss, F.mse_loss(y, torch.ones(4, 1)).detach())
-        assert [recordings for _, recordings, _ in found] == [1, 1, 1, 1, 0]
-
-
-class Late(Lengths):
-    """Takes another way from four columns on."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.a(x[..., None])
-        first = h * 2
-        if x.shape[1] > 3:
-            h = h * 0.5
-            first = h + 5
-        y: Tensor = self.c(self.b(h)) + first
-        return y.mean(1)
-
-
-def other_ways(rank: int) -> list[Tensor]:
-    torch.manual_seed(0)
-    pipe = distributed.pipeline(Late(False), ["b"], example=torch.ones(4, 2), chunks=2)
-    xs = [torch.arange(4.0 * length).reshape(4, length) for length in (2, 3, 4, 6)]
-    target = torch.ones(4, 1)
-    return [pipe.forward_backward(x, target=target, loss_fn=F.mse_loss) for x in xs]
-
-
-def test_where_a_record_does_not_fit_all_tensors_cross() -> None:
-    torch.manual_seed(0)
-    plain = Late(False)
-    for found in run(2, other_ways):
-        for loss, length in zip(found, (2, 3, 4, 6), strict=True):
-            y = plain(torch.arange(4.0 * length).reshape(4, length))
-            torch.testing.assert_close(loss, F.mse_loss(y, torch.ones(4, 1)).detach())
-
-
-def test_only_the_records_used_last_are_kept() -> None:
-    model = Chain(lambda *a: a[2])
-    cuts = replay_model.cuts_of(model, ["b"])
-    replayed = replay_model.ReplayModel(cuts, torch.device("cpu"), "shared")
-    record = Record([], [], None)
-    for k in range(200):
-        replayed._keep(k, record)
-        replayed._keep(0, record)
-    assert len(replayed.records) == replay_model.RECORDS and {0, 199} <= set(replayed.records)
-
-
-class ByValue(Lengths):
-    """Its last partition reads a value, so its records are made with values."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        return y * 2 if y.mean() > 1000 else y
-
-
-def copies_with_values(rank: int) -> Tensor:
-    """Two copies whose own code takes different numbers of events."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stages", "copies"))
-    torch.manual_seed(0)
-    pipe = distributed.pipeline(ByValue(True), ["b"], example=torch.ones(4, 2), mesh=mesh)
-    length = 2 if mesh.get_local_rank("copies") else 6
-    x = torch.arange(4.0 * length).reshape(4, length)
-    loss: Tensor = pipe.forward_backward(x, target=torch.ones(4, 1), loss_fn=F.mse_loss)
-    return loss
-
-
-def test_records_with_values_are_those_of_a_copy() -> None:
-    torch.manual_seed(0)
-    plain = ByValue(True)
-    for rank, loss in enumerate(run(4, copies_with_values)):
-        length = 2 if rank % 2 else 6
-        y = plain(torch.arange(4.0 * length).reshape(4, length))
-        torch.testing.assert_close(loss, F.mse_loss(y, torch.ones(4, 1)).detach())
+        assert [recordings for _, recordings in found] == [2] * 5  # one to place parameters
 
 
 # What is refused ----------------------------------------------------------------------------------
@@ -783,26 +601,11 @@ def adds_to_buffer(model: Any, x: Tensor, h: Tensor) -> Any:
     return h
 
 
-def adds_to_part_of_buffer(model: Any, x: Tensor, h: Tensor) -> Any:
-    model.mean[:2].copy_(h.detach()[0, :2])
-    return h
-
-
-def replaces_buffer(model: Any, x: Tensor, h: Tensor) -> Any:
-    model.mean = h.detach().mean(0)
-    return h
-
-
 def keeps(model: Any, x: Tensor, h: Tensor) -> Any:
     model.kept = getattr(model, "kept", None)
     if model.kept is None:
         model.kept = torch.ones_like(h)
     return h + model.kept
-
-
-def keeps_in_dict(model: Any, x: Tensor, h: Tensor) -> Any:
-    table = model.__dict__.setdefault("table", {})
-    return h + table.setdefault(len(x), h * 2)
 
 
 def counts(model: Any, x: Tensor, h: Tensor) -> Any:
@@ -831,7 +634,7 @@ def caches(rank: int) -> list[Any]:
     model.a, model.b = Caching(), Caching()
     x = torch.ones(4, 4)
     pipe = distributed.pipeline(model, ["b"], example=x)
-    assert model.b.last is None and not model.b.tables and model.b.calls == [4]
+    assert model.b.last is None and not model.b.tables and not model.b.calls
     return [pipe.forward_backward(x, target=x * 2, loss_fn=F.mse_loss) for _ in range(2)]
 
 
@@ -868,9 +671,7 @@ REFUSED: list[tuple[Callable[..., Any], str]] = [
     (reads_kept, "made unseen"), (changes_parameter, "changes a parameter"),
     (in_checkpoint, "torch.utils.checkpoint"), (appends, "changes an argument"),
     (changes_input, "changes one of its inputs"), (adds_to_buffer, "the buffer 'mean'"),
-    (adds_to_part_of_buffer, "the buffer 'mean'"), (replaces_buffer, "the buffer 'mean'"),
-    (hides, "inside of a Hidden"), (keeps, "is kept in 'kept'"),
-    (keeps_in_dict, "is kept in 'table'"), (counts, "changes the buffer 'mean'"),
+    (hides, "inside of a Hidden"), (keeps, "made unseen"), (counts, "changes the buffer 'mean'"),
 ]  # fmt: skip
 
 
@@ -901,80 +702,6 @@ def refused(rank: int, between: Callable[..., Any]) -> str:
 def test_what_is_refused(between: Callable[..., Any], why: str) -> None:
     for text in run(2, refused, between):
         assert why in text
-
-
-class Output(nn.Module):
-    """Returns a tensor of the first partition, and reads a value, in the last one."""
-
-    def __init__(self, ends: Callable[[Tensor, Tensor, Tensor], Any]) -> None:
-        super().__init__()
-        self.a, self.b, self.ends = nn.Linear(4, 4), nn.Linear(4, 4), ends
-
-    def forward(self, x: Tensor) -> Any:
-        h = self.a(x)
-        return self.ends(x, h, self.b(h))
-
-
-def in_a_class(x: Tensor, h: Tensor, y: Tensor) -> Any:
-    return Hidden(h)
-
-
-def changes_late(x: Tensor, h: Tensor, y: Tensor) -> Any:
-    return y + x.add_(1) if y.mean() < 1000 else y
-
-
-def of_last(x: Tensor, h: Tensor, y: Tensor) -> Any:
-    return Hidden(y)
-
-
-def ends(rank: int, what: Callable[..., Any]) -> str:
-    torch.manual_seed(0)
-    x = torch.randn(4, 4)
-    before = x.clone()
-    loss_fn: Any = lambda y, _: (y.y if isinstance(y, Hidden) else y).mean()  # noqa: E731
-    try:
-        pipe = distributed.pipeline(Output(what), ["b"], example=x, chunks=2)
-        pipe.forward_backward(x, loss_fn=loss_fn)
-    except (distributed.ReplayError, distributed.RankError) as error:
-        return str(error)
-    finally:
-        assert torch.equal(x, before)
-    return "nothing was refused"
-
-
-@pytest.mark.parametrize(
-    "what, why", [(in_a_class, "the model returns a tensor inside of a Hidden"),
-                  (of_last, "nothing was refused"), (changes_late, "changes one of its inputs")],
-)  # fmt: skip
-def test_outputs_and_inputs_of_the_last_partition(what: Callable[..., Any], why: str) -> None:
-    assert all(why in text for text in run(2, ends, what))
-
-
-def checks_for_nan(rank: int) -> list[str]:
-    found, x = [], torch.ones(4, 4)
-    for passes in (False, True):
-        model = Chain(lambda *a: a[2])
-        seen = list[bool]()
-
-        def look(layer: nn.Module, args: Any, y: Tensor, passes: Any = passes) -> None:
-            if not (passes and y.is_meta):
-                seen.append(bool(y.isnan().any()))  # noqa: B023
-
-        pipe = distributed.pipeline(model, ["b"], example=x, chunks=2)
-        model.a.register_forward_hook(look)
-        try:
-            pipe.forward_backward(x, target=x, loss_fn=F.mse_loss)
-        except (distributed.ReplayError, distributed.RankError) as error:
-            found.append(str(error))
-        else:
-            found.append(f"{len(seen)}")
-    return found
-
-
-def test_a_hook_that_reads_values_must_pass_over_placeholders() -> None:
-    first, second = run(2, checks_for_nan)
-    assert all("a hook of the layer 'a' fails" in text for text in (first[0], second[0]))
-    assert int(first[1]) >= 2 and second[1] == "1"  # zeros, when the step was recorded
 
 
 class InPlace(nn.Module):
@@ -1029,34 +756,6 @@ def reuses_memory(model: Any, x: Tensor, h: Tensor) -> Any:
 
 def test_memory_of_a_tensor_that_is_gone_may_be_used_again() -> None:
     assert run(2, refused, reuses_memory) == ["nothing was refused"] * 2
-
-
-class Sharing(nn.Module):
-    """Changes one of two tensors that cross and share their memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.a(x)
-        part = h[:, :2]
-        y = self.b(x)
-        part.mul_(2)
-        both: Tensor = y + h
-        return both
-
-
-def shares(rank: int) -> str:
-    x = torch.randn(4, 4)
-    pipe = distributed.pipeline(Sharing(), ["b"], example=x)
-    with pytest.raises(RuntimeError) as caught:
-        pipe.forward_backward(x, target=x, loss_fn=F.mse_loss)
-    return str(caught.value)
-
-
-def test_a_change_of_one_of_two_tensors_that_share_memory_is_refused() -> None:
-    assert all("share memory" in text for text in run(2, shares))
 
 
 def wrong_arguments(rank: int) -> list[str]:
@@ -1308,19 +1007,3 @@ def hooked_after(rank: int, schedule: str) -> bool:
 @pytest.mark.parametrize("schedule", ["interleaved", "InterleavedZeroBubble"])
 def test_hooks_on_gradients_are_called_whatever_the_schedule(schedule: str) -> None:
     assert run(2, hooked_after, schedule) == [True] * 2
-
-
-def sends_sparse(rank: int) -> str:
-    pipe = distributed.pipeline(
-        Chain(lambda model, x, h: h), ["b"], example=torch.ones(4, 4), chunks=2
-    )
-    x = torch.ones(4, 4)
-    with pytest.raises((TypeError, distributed.RankError)) as caught:
-        pipe.forward_backward(x.to_sparse(), target=x, loss_fn=F.mse_loss)
-    pipe.forward_backward(x, target=x, loss_fn=F.mse_loss)  # the pipe is not lost
-    return str(caught.value)
-
-
-def test_a_sparse_argument_is_refused_on_all_ranks() -> None:
-    for text in run(2, sends_sparse):
-        assert "sparse" in text
