@@ -5,6 +5,6 @@
 
 from __future__ import annotations
 
-from pipert.timeline.report import Advice, Costs, DeviceTimes, Report
+from pipert.timeline.report import Advice, DeviceTimes, Report
 
-__all__ = ["Advice", "Costs", "DeviceTimes", "Report"]
+__all__ = ["Advice", "DeviceTimes", "Report"]

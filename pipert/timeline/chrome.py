@@ -9,19 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pipert.observe.event import BACKWARD, COPY, FORWARD, RECOMPUTE, WAIT, WEIGHT, Event
+from pipert.observe.event import COPY, Event
 
 Record = dict[str, Any]
-
-# Names of colours that both programs know.
-_COLOURS = {
-    FORWARD: "thread_state_running",
-    RECOMPUTE: "thread_state_iowait",
-    BACKWARD: "thread_state_runnable",
-    WEIGHT: "thread_state_uninterruptible",
-    COPY: "terrible",
-    WAIT: "grey",
-}
 
 
 def chrome_trace(
@@ -73,7 +63,6 @@ def _slice(event: Event, thread: int) -> Record:
         "tid": thread,
         "name": event.name,
         "cat": event.kind,
-        "cname": _COLOURS[event.kind],
         "ts": start,
         "dur": round(end - start, 3),  # so that rounding pushes no box into the next one
         "args": args,

@@ -12,8 +12,8 @@ import torch
 
 from pipert.model.devices import assign_workers
 from pipert.observe.event import KINDS, Event
-from pipert.observe.notifier import Counters
-from pipert.observe.recorder import Recording
+from pipert.observe.recording import Recording
+from pipert.observe.run_trace import Trace
 from pipert.timeline.chrome import chrome_trace
 from pipert.timeline.picture import save_picture
 from pipert.timeline.report import Advice, Report, make_report
@@ -164,18 +164,18 @@ class LiveTimeline(Timeline):
 
 
 class Record(AbstractContextManager[Timeline]):
-    """Records the calls of a pipe that begin inside the block; references only its counters."""
+    """Records the calls of a pipe that begin inside the block; references only its trace."""
 
     def __init__(
-        self, counters: Counters, devices: Sequence[torch.device], workers: Sequence[int]
+        self, trace: Trace, devices: Sequence[torch.device], workers: Sequence[int]
     ) -> None:
-        self._of = counters, devices, workers
+        self._of = trace, devices, workers
         self._open: list[Recording] = []  # the block may be entered again
 
     def __enter__(self) -> Timeline:
-        counters, devices, workers = self._of
+        trace, devices, workers = self._of
         self._open.append(Recording(devices))
-        counters.start_recording(self._open[-1])
+        trace.start_recording(self._open[-1])
         return LiveTimeline(self._open[-1], devices, workers)
 
     def __exit__(self, *_: object) -> None:
