@@ -29,11 +29,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
+from torch.autograd.profiler import record_function
 
-from pipert._torch import backward_id, node_count, sequence_nr
+from pipert._torch import backward_id, node_count, profiler_is_on, sequence_nr
 from pipert.autograd.leaves import is_cast_of_leaf, leaves_behind
 from pipert.observe.event import BACKWARD, KIND_OF, Event, Observer, RunInfo, TaskInfo
-from pipert.observe.ranges import is_profiled, mark, task_range
 from pipert.observe.recording import Recording, Span, stamp
 from pipert.queues.process_lock import ProcessLock
 from pipert.schedules.action import RECOMPUTE, Action
@@ -43,6 +43,8 @@ from pipert.workers.context import NOTHING
 _log = logging.getLogger("pipert")
 
 _counting = ProcessLock(reentrant=True)
+
+_UNDER_NSIGHT = "NSYS_PROFILING_SESSION_ID" in os.environ
 
 
 class RunTrace:
@@ -101,7 +103,7 @@ class RunTrace:
         event, shown = NOTHING, NOTHING
         if self.is_recorded:
             event = self.during(KIND_OF[action.kind], action.i, action.j, device)
-            shown = task_range(str(action), device)
+            shown = _range(str(action), device)
         self.tell(lambda observer: observer.task_started(task))
         try:
             with event, shown:
@@ -187,8 +189,22 @@ class RunTrace:
                 _watch(max(nodes, key=sequence_nr), min(nodes, key=sequence_nr), begin)
 
     def _begin_backward(self, i: int, j: int, device: torch.device) -> Span:
-        mark(str(Action("B", i, j)), device)
-        return self.begin(BACKWARD, i, j, device)
+        with _range(str(Action("B", i, j)), device):  # a mark: a range cannot end in another node
+            return self.begin(BACKWARD, i, j, device)
+
+
+@contextlib.contextmanager
+def _range(name: str, device: torch.device) -> Iterator[None]:
+    """Show the block in ``torch.profiler`` and, by NVTX, in Nsight Systems."""
+    on_cuda = device.type == "cuda"
+    if on_cuda:
+        torch.cuda.nvtx.range_push(name)  # type: ignore[no-untyped-call]
+    try:
+        with record_function(name):
+            yield
+    finally:
+        if on_cuda:
+            torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
 
 
 def _watch(first: Node, last: Node, begin: Callable[[], Span]) -> None:
@@ -253,7 +269,7 @@ class Trace:
     @contextlib.contextmanager
     def open(self, plan: Plan) -> Iterator[RunTrace]:
         """Count a run of ``plan``, and tell observers when it begins and ends."""
-        profiled = is_profiled()  # before the lock: it may log
+        profiled = _UNDER_NSIGHT or profiler_is_on()
         with _counting.current:
             self._reset_in_child()
             info = RunInfo(self.runs, plan.m, plan.n)

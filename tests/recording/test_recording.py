@@ -268,20 +268,6 @@ def test_two_recordings_see_the_calls_inside_each() -> None:
     assert {event.run for event in inner.events} == {1}
 
 
-def test_a_recording_that_is_entered_again_makes_a_timeline_of_its_own() -> None:
-    with pipe_of(model()) as pipe:
-        recording = pipe.record()
-        numbers = []
-        for _ in range(2):
-            with recording as outer, recording as inner:
-                pipe(batch())
-            pipe(batch())
-            numbers += [len(tasks(outer, "forward")), len(tasks(inner, "forward"))]
-            assert outer is not inner
-    assert numbers == [M * N] * 4
-    assert not pipe._runtime.trace.recordings
-
-
 def test_calls_of_other_threads_are_recorded() -> None:
     with pipe_of(model()) as pipe, pipe.record() as timeline:
         thread = threading.Thread(target=pipe, args=(batch(),))
