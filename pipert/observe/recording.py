@@ -119,12 +119,13 @@ def _without_waits(events: Iterable[Event]) -> Iterator[Event]:
     waits: dict[tuple[int, int, int], list[Event]] = {}
     for event in sorted(events, key=_times):
         place = event.run, event.micro_batch, event.partition
-        if event.kind == WAIT:
+        if event.kind == WAIT and event.seconds > 0:
             waits.setdefault(place, []).append(event)
     for event in events:
         place = event.run, event.micro_batch, event.partition
         for wait in waits.get(place, ()) if event.kind in COMPUTE else ():
             if event.start <= wait.start and wait.end <= event.end:
-                yield replace(event, end=wait.start)
+                if event.start < wait.start:
+                    yield replace(event, end=wait.start)
                 event = replace(event, start=wait.end)
         yield event

@@ -46,6 +46,9 @@ _counting = ProcessLock(reentrant=True)
 
 _UNDER_NSIGHT = "NSYS_PROFILING_SESSION_ID" in os.environ
 
+_OF_THE_PARTITION_BEFORE = ("_WaitBackward", "_RecomputeBackward")
+"""The nodes that any model makes as it copies a tensor, and that run on the device it comes from."""
+
 
 class RunTrace:
     """What is seen of one run, from any thread.
@@ -181,7 +184,8 @@ class RunTrace:
         for node in leaves_behind(ends, stop=xs).nodes:
             k = bisect_right(firsts, sequence_nr(node)) - 1
             # A node of the caller's has a lower number, but the cast of a weight any number.
-            if k >= 0 and sequence_nr(node) < last and not is_cast_of_leaf(node):
+            is_made_here = k >= 0 and sequence_nr(node) < last and not is_cast_of_leaf(node)
+            if is_made_here and type(node).__name__ not in _OF_THE_PARTITION_BEFORE:
                 found[k].append(node)
         for (_, j, device), nodes in zip(parts, found, strict=True):
             if nodes:

@@ -15,7 +15,7 @@ from textwrap import wrap
 
 import torch
 
-from pipert.observe.event import BACKWARD, COMPUTE, FORWARD, RECOMPUTE, Event
+from pipert.observe.event import COMPUTE, FORWARD, RECOMPUTE, Event
 
 __all__ = ["Advice", "DeviceTimes", "Report"]
 
@@ -95,7 +95,7 @@ def make_report(
     failed: frozenset[int],
 ) -> Report:
     """Makes the result of :meth:`Timeline.report`."""
-    sizes, incomplete = _calls(events, len(devices), steps, failed)
+    sizes, incomplete = _calls(events, len(devices), failed)
     events = [event for event in events if event.run in sizes]
     if not events:
         lost = f", and {len(incomplete)} that failed or were cut off" * bool(incomplete)
@@ -107,8 +107,8 @@ def make_report(
     m, n = int(median_low(sizes.values())), len(lanes)
     seconds = max(event.end for event in events) - min(event.start for event in events)
     of_lanes = [[e for e in events if workers[e.partition] == lane] for lane in range(n)]
-    times = tuple(_device(name, own, work) for name, own in zip(lanes, of_lanes, strict=True))
     at_work = length(work)
+    times = tuple(_device(name, own, at_work) for name, own in zip(lanes, of_lanes, strict=True))
     one_thread = not steps.issuperset(sizes) and all(device.type == "cpu" for device in devices)
     report = Report(
         calls=len(sizes),
@@ -126,26 +126,21 @@ def make_report(
 
 
 def _calls(
-    events: Sequence[Event], n: int, steps: frozenset[int], failed: frozenset[int]
+    events: Sequence[Event], n: int, failed: frozenset[int]
 ) -> tuple[dict[int, int], set[int]]:
     """Returns the number of micro-batches of each complete call, and the incomplete calls.
 
-    A complete call has not failed, and each micro-batch has been through the last partition. A
-    complete step also has each micro-batch's backward, as far down as there is something to
-    differentiate.
+    A complete call has not failed, and each micro-batch has been through the last partition.
     """
-    sizes, done = dict[int, int](), set[tuple[str, int, int]]()
-    for event in events:
-        if event.kind == FORWARD:
-            sizes[event.run] = max(sizes.get(event.run, 0), 1 + event.micro_batch)
-        if event.kind == BACKWARD or event.kind == FORWARD and event.partition == n - 1:
-            done.add((event.kind, event.run, event.micro_batch))
+    forward = [event for event in events if event.kind == FORWARD]
+    through = {(event.run, event.micro_batch) for event in forward if event.partition == n - 1}
+    sizes: dict[int, int] = {}
+    for event in forward:
+        sizes[event.run] = max(sizes.get(event.run, 0), 1 + event.micro_batch)
     complete = {
         run: m
         for run, m in sizes.items()
-        if run not in failed
-        and all((FORWARD, run, i) in done for i in range(m))
-        and (run not in steps or all((BACKWARD, run, i) in done for i in range(m)))
+        if run not in failed and all((run, i) in through for i in range(m))
     }
     return complete, {event.run for event in events} - set(complete)
 
@@ -167,17 +162,11 @@ def _at_work(events: Sequence[Event], steps: frozenset[int]) -> list[Interval]:
     return union(work)
 
 
-def _device(name: str, events: Sequence[Event], work: list[Interval]) -> DeviceTimes:
+def _device(name: str, events: Sequence[Event], at_work: float) -> DeviceTimes:
     kinds = COMPUTE, (FORWARD,), (RECOMPUTE,), (FORWARD, RECOMPUTE)
-    busy, forward, recomputing, first = (times_of(events, each) for each in kinds)
-    return DeviceTimes(
-        name=name,
-        busy=length(busy),
-        forward=length(forward),
-        recomputing=length(recomputing),
-        backward=length(busy) - length(first),  # a recomputation may be inside a backward
-        waiting=length(work) - length(overlap(busy, work)),
-    )
+    busy, forward, recomputing, first = (seconds_of(events, each) for each in kinds)
+    # A recomputation may be inside a backward.
+    return DeviceTimes(name, busy, forward, recomputing, busy - first, at_work - busy)
 
 
 def _costs(events: Sequence[Event], n: int, kinds: Collection[str]) -> tuple[float, ...]:
@@ -186,7 +175,7 @@ def _costs(events: Sequence[Event], n: int, kinds: Collection[str]) -> tuple[flo
     for j in range(n):
         own = [event for event in events if event.partition == j]
         tasks = {(event.run, event.micro_batch) for event in own}
-        costs.append(length(times_of(own, kinds)) / max(1, len(tasks)))
+        costs.append(seconds_of(own, kinds) / max(1, len(tasks)))
     return tuple(costs)
 
 
@@ -254,25 +243,11 @@ def union(intervals: Iterable[Interval], gap: float = 0.0) -> list[Interval]:
     return merged
 
 
-def times_of(events: Iterable[Event], kinds: Collection[str]) -> list[Interval]:
-    """Returns the times at which there was an event of one of these kinds."""
-    return union((event.start, event.end) for event in events if event.kind in kinds)
+def seconds_of(events: Iterable[Event], kinds: Collection[str]) -> float:
+    """Returns the seconds in which there was an event of one of these kinds."""
+    return length(union((event.start, event.end) for event in events if event.kind in kinds))
 
 
 def length(intervals: Iterable[Interval]) -> float:
     """Returns the total length of the intervals; overlaps count twice."""
     return sum(end - start for start, end in intervals)
-
-
-def overlap(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
-    """Returns the time that both cover; each must be a result of :func:`union`."""
-    common, a, b = [], 0, 0
-    while a < len(one) and b < len(other):
-        start, end = max(one[a][0], other[b][0]), min(one[a][1], other[b][1])
-        if start < end:
-            common.append((start, end))
-        if one[a][1] < other[b][1]:
-            a += 1
-        else:
-            b += 1
-    return common

@@ -10,7 +10,7 @@ import torch
 
 from pipert import Event, Timeline
 from pipert.timeline import Report
-from pipert.timeline.report import length, overlap, union
+from pipert.timeline.report import length, union
 
 CPU = torch.device("cpu")
 CUDA = [torch.device("cuda", k) for k in range(4)]
@@ -204,5 +204,3 @@ def test_events_that_cannot_be_are_refused(kind: str, partition: int) -> None:
 def test_intervals_are_merged_and_measured() -> None:
     merged = union([(3, 4), (0, 1), (0.5, 2), (2, 2.5)])
     assert merged == [(0, 2.5), (3, 4)] and length(merged) == 3.5
-    assert overlap(merged, [(1, 3.5), (3.75, 9)]) == [(1, 2.5), (3, 3.5), (3.75, 4)]
-    assert overlap([], merged) == []
