@@ -1,7 +1,7 @@
 """Measures the cost of a recording: the same step with and without ``pipe.record()``, in turn.
 
 A small GPT in two partitions on two CPU workers: forward, loss and backward. A recording times each
-task and each layer, and hooks the nodes of the backward.
+task, and hooks the first and the last node of each task of the backward.
 """
 
 from __future__ import annotations

@@ -313,8 +313,6 @@ remove_object: Callable[[str], None] | None = _or(None, "torch._C:_remove_obj_fr
 _or(False, "_is_profiler_enabled", profiler)
 profiler_is_on: Flag = partial(getattr, profiler, "_is_profiler_enabled", False)
 """Whether ``torch.profiler`` is on in the process; if torch differs, it is not."""
-profiles_this_thread: Flag = _or(lambda: False, "torch._C:_autograd._profiler_enabled")
-"""Whether it sees this thread alone. The fallback gives no advice."""
 set_thread_name: Callable[[str], None] = _or(
     lambda _: None, "torch.multiprocessing:_set_thread_name"
 )

@@ -16,8 +16,8 @@ from pipert import is_recomputing
 from pipert.autograd import streams as stream
 from pipert.autograd.streams import CopyStreams
 from pipert.layers.random_numbers import RunSeed
-from pipert.observe.notifier import Counters
-from pipert.observe.recorder import Recording
+from pipert.observe.recording import Recording
+from pipert.observe.run_trace import Trace
 from pipert.schedules.action import Action
 from pipert.schedules.plan import plan_call
 from pipert.skip.routes import routes
@@ -62,14 +62,14 @@ class Driven:
     ) -> None:
         n, m = len(partitions), len(inputs)
         self.plan = plan_call(m, n, range(n), recomputed)
-        counters = Counters()
+        trace = Trace()
         if recording is not None:
-            counters.start_recording(recording)
+            trace.start_recording(recording)
         copy_streams = CopyStreams() if streams is None else cast(CopyStreams, streams)
-        self._opened = counters.open(self.plan)  # never left
-        notifier = self._opened.__enter__()
+        self._opened = trace.open(self.plan)  # never left
+        run_trace = self._opened.__enter__()
         context, seed = CallerContext(), RunSeed()
-        self.run = Run(self.plan, devices or n * [CPU], context, copy_streams, notifier, seed)
+        self.run = Run(self.plan, devices or n * [CPU], context, copy_streams, run_trace, seed)
         self.outcome = self.run.outcome
         layers = tuple([nn.Sequential(*partition) for partition in partitions])
         self.stages = assemble(self.run, Model(layers, routes(layers)), inputs, None, None)

@@ -12,15 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipert import Pipe, PipelineTimeout, distributed
-from tests import scripts
+from pipert import Pipe, PipelineTimeout
 from tests.activations import until
 from tests.callers import Caller
 from tests.contract.ways import CALL, Way, take_step
-from tests.distributed.launcher import run
 from tests.faults.stuck import WAIT, WHERES, Stuck
-from tests.layers import Apply
-from tests.faulty import acting
 
 pytest.importorskip("prometheus_client", reason="the extra prometheus is not installed")
 
@@ -141,19 +137,6 @@ def test_metrics_show_a_workers_task_while_it_runs(
     assert (ended[age], ended["pipert_runs_in_flight{pipe=a}"]) == (0, 0)
 
 
-def test_a_step_that_fails_in_a_backward_is_counted_once(
-    metrics: PipeMetrics, registry: CollectorRegistry
-) -> None:
-    def no() -> None:
-        raise ValueError
-
-    with two(Apply(lambda x: acting(x, no))) as pipe:
-        metrics.add(pipe, "a")
-        with pytest.raises(ValueError):
-            step(pipe, "1f1b", ROWS.clone().requires_grad_())
-    assert samples(registry)["pipert_runs_total{outcome=failed,pipe=a}"] == 1
-
-
 def test_metrics_have_the_documented_names(pipe: Pipe, registry: CollectorRegistry) -> None:
     pipe(ROWS)
     table = re.findall(r"^``(\w+)`` +(\w+)", prometheus.__doc__ or "", re.MULTILINE)
@@ -188,26 +171,3 @@ def test_a_dropped_pipe_ends_its_threads_and_disappears(
 
 
 # The package
-
-
-@pytest.mark.slow
-def test_without_the_package_the_error_names_it() -> None:
-    script = "import sys; sys.modules['prometheus_client'] = None; import pipert.prometheus"
-    last = scripts.run(script).stderr.splitlines()[-1]
-    assert last.startswith("ImportError: pipert.prometheus needs the package prometheus_client")
-    assert last.endswith("pip install prometheus_client")
-
-
-def counted(rank: int) -> dict[str, float]:
-    pipe = distributed.Pipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), [1, 1], chunks=2)
-    registry = CollectorRegistry()
-    PipeMetrics(registry).add(pipe, "ranks")
-    pipe(ROWS)
-    families = text_string_to_metric_families(generate_latest(registry).decode())
-    return {one.name: one.value for family in families for one in family.samples
-            if one.labels.get("outcome") == "succeeded"}  # fmt: skip
-
-
-def test_each_rank_of_a_pipe_has_its_own_metrics() -> None:
-    for found in run(2, counted):
-        assert found == {"pipert_runs_total": 1}

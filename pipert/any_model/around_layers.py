@@ -17,11 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipert._torch import BatchNorm, NormBase
+from pipert._torch import BatchNorm, NormBase, node_count
 from pipert._typing import Value
 from pipert.any_model.boundary_tensors import memory_of
 from pipert.any_model.checkpointed_calls import checkpointed_call
-from pipert.any_model.forward_recording import ForwardRecording
 from pipert.any_model.intercept import CHANGED, Intercept, Paused
 from pipert.any_model.map_tensors import map_tensors
 from pipert.any_model.microbatch_graph import MicroBatchGraph
@@ -30,6 +29,7 @@ from pipert.any_model.shared_state import Inspection
 from pipert.any_model.tensor_copies import TensorCopies
 from pipert.autograd.order import begin_numbers
 from pipert.batch.microbatch import Arguments
+from pipert.batch.tensors import differentiable
 from pipert.batch.trees import ORDINARY, flatten
 from pipert.layers.batchnorm import PartitionStats
 from pipert.layers.compiling import call_compiled
@@ -110,18 +110,14 @@ class AroundLayers:
             copy_of = self._copy_of if is_on_gpus else None
             self._intercept = Intercept(self._graph, self._copies, copy_of)
         self._segments: Segments | None = None  # the calls of the current partition
-        self._recording: ForwardRecording | None = None
+        self._parts: list[tuple[int, int, torch.device]] = []  # of a recording, those begun
         self._rng: TaskRng  # the random numbers of the partition
-        self._rng_block = ExitStack()  # the block in which it draws them
+        self._block = ExitStack()  # what holds for the partition
 
     def run(self, stage: Stage, forward: Callable[[Value], Value], x: Value) -> Value:
         """Run ``forward`` on ``x``, beginning in ``stage``; return what the last stage sends."""
-        with self._context(), self._rng_block:
-            try:
-                return self._run(stage, forward, x)
-            finally:
-                if self._recording is not None:
-                    self._recording.end()
+        with self._context(), self._block:
+            return self._run(stage, forward, x)
 
     @contextlib.contextmanager
     def _context(self) -> Iterator[None]:
@@ -137,9 +133,6 @@ class AroundLayers:
     def _run(self, stage: Stage, forward: Callable[[Value], Value], x: Value) -> Value:
         shared = self._model_run
         begin_numbers(shared.first_node)
-        notifier = shared.run.notifier
-        if notifier.recorder is not None:
-            self._recording = ForwardRecording(self._i, notifier)
         self.begin(stage)
         own = x if shared.run.plan.m == 1 else None
         x = x if self._intercept is None else self._intercept.enter_inputs(x)
@@ -168,8 +161,8 @@ class AroundLayers:
         self.end()
         if self._graph is not None:
             return y
-        if self._recording is not None and shared.run.context.grad_enabled:
-            self._recording.watch_backward(y)
+        if self._parts:
+            shared.run.trace.watch_backward(self._i, differentiable(y)[0], self._parts)
         return self._stage.boundary.leave(self._i, y, None)
 
     def begin(self, stage: Stage) -> None:
@@ -178,18 +171,20 @@ class AroundLayers:
         shared, place = self._model_run, stage.place
         if place.device.type == "cuda":
             torch.cuda.set_device(stage.place.device)
-        action = Action(FORWARD, self._i, place.j)
+        trace, action = shared.run.trace, Action(FORWARD, self._i, place.j)
+        if trace.is_watched:
+            self._block.enter_context(trace.task(action, place.device))
+        if trace.is_recorded:
+            self._parts.append((node_count(), place.j, place.device))
         self._rng = TaskRng(shared.run.seed, action, place.device)
         self._rng.called = set()
-        self._rng_block.enter_context(self._rng)  # the model's own code may draw, too
+        self._block.enter_context(self._rng)  # the model's own code may draw, too
         self._segments = stage.segments(self._i) if self._i < stage.recomputed else None
         if self._graph is not None and shared.step is not None:
             self._graph.begin(place.j)
             shared.step.ledger.graphs[self._i, place.j].segments = self._segments
         if self._copies is not None:
             self._copies.begin(stage)
-        if self._recording is not None:
-            self._recording.begin(stage)
         if shared.inspection is not None:
             shared.inspection.begin(self._i, place)
 
@@ -198,13 +193,11 @@ class AroundLayers:
         inspection, place = self._model_run.inspection, self._stage.place
         if inspection is not None:
             inspection.end(self._i, place)
-        if self._recording is not None:
-            self._recording.end()
         if self._intercept is not None:
             with Paused(self._intercept):
                 self._end_boundary(self._intercept)
         self._segments = None
-        self._rng_block.close()
+        self._block.close()
 
     def _end_boundary(self, intercept: Intercept) -> None:
         if self._graph is not None:
@@ -280,7 +273,7 @@ class AroundLayers:
 
     def clear(self) -> None:
         """Forget the micro-batch."""
-        self._intercept = self._segments = self._recording = None
+        self._intercept = self._segments = None
 
 
 def _sizes(x: Value) -> dict[Any, int]:

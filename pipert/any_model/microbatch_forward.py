@@ -14,8 +14,7 @@ plan's order::
                              that layer, and what follows     wait
                              ... forward returns     ----->   F[i,1] is done, with the output
 
-The thread itself tells worker 1, which need not wait until worker 0 has woken up. Only if there are
-observers does worker 0 tell it: they see ``F[i,j]`` end before ``F[i,j+1]`` begins.
+The thread itself tells worker 1, which need not wait until worker 0 has woken up.
 
 Guarantees:
 
@@ -74,7 +73,7 @@ class MicroBatchForward:
     def __init__(
         self, model_run: ModelRun, i: int, x: Value, release: Callable[[MicroBatchForward], None]
     ) -> None:
-        self.what = model_run.run.number, None
+        self.what = model_run.run.number, Action(FORWARD, i, 0)
         self.i = i
         self._pid = os.getpid()
         self.j = 0
@@ -227,11 +226,8 @@ class MicroBatchForward:
         self._around.end()
         try:
             self.j = j
-            if stage.run.notifier.is_observed:
-                self._hand_off.hand_back(stage.place.j, ())
-            else:
-                stage.links.y.send(self.i, ())
-                self._hand_off.hand_back(stage.place.j, SENT)
+            stage.links.y.send(self.i, ())
+            self._hand_off.hand_back(stage.place.j, SENT)
             self._stage = None
             self._stage = self._hand_off.take()
         except BaseException as error:  # from outside, and the model may catch it

@@ -35,7 +35,7 @@ from pipert.skip.routes import routes_along, verify_skippables
 from pipert.stage.loss import LossFunction, own_loss
 from pipert.stage.loss_checks import StepCall
 from pipert.status import Statistics
-from pipert.timeline.timeline import Record, Timeline
+from pipert.timeline.timeline import Timeline, record
 
 __all__ = ["Pipe"]
 
@@ -164,19 +164,19 @@ class RankPipe(nn.Module):
     def record(self) -> AbstractContextManager[Timeline]:
         """Record this rank's tasks in the block: for a picture or a trace, not for a report."""
         n, device = len(self._runtime.site.homes), self._runtime.site.device
-        return Record(self._runtime.counters, [device] * n, [0] * n)
+        return record(self._runtime.trace, [device] * n, [0] * n)
 
     def statistics(self) -> Statistics:
         """Return this rank's counts of runs, as :meth:`pipert.Pipe.statistics` does."""
-        return Statistics(**self._runtime.counters.read(), workers=())
+        return Statistics(**self._runtime.trace.read(), workers=())
 
     def add_observer(self, observer: Observer) -> None:
         """Tell ``observer`` about this rank's runs and tasks from now on."""
-        self._runtime.counters.add_observer(observer)
+        self._runtime.trace.add_observer(observer)
 
     def remove_observer(self, observer: Observer) -> None:
         """Stop telling ``observer``."""
-        self._runtime.counters.remove_observer(observer)
+        self._runtime.trace.remove_observer(observer)
 
     def train(self, mode: bool = True) -> Self:
         """As in ``nn.Module``."""

@@ -36,7 +36,7 @@ from pipert.layers.batchnorm import DeferredStats
 from pipert.layers.call import Layers, RandomLayers
 from pipert.layers.place import Place
 from pipert.layers.random_numbers import RunSeed, draws
-from pipert.observe.notifier import Counters
+from pipert.observe.run_trace import Trace
 from pipert.schedules.plan import plan, plan_call, recomputed
 from pipert.skip import store
 from pipert.skip.routes import PartitionSkips
@@ -82,7 +82,7 @@ class RankRuntime:
     """The parameters that this rank shares with others."""
 
     def __post_init__(self) -> None:
-        self.counters, self._checks = Counters(), LossChecks()
+        self.trace, self._checks = Trace(), LossChecks()
         layers = [layer for part in self.parts.modules.values() for layer in part.modules()]
         self._sharded = [layer for layer in layers if isinstance(layer, FSDPModule)]
         self._schedules: dict[tuple[str, int, bool], tuple[Any, list[RankStage]]] = {}
@@ -111,7 +111,7 @@ class RankRuntime:
         seed = RunSeed(first.seed)  # on all ranks, whatever fails
         planned = plan("gpipe", m, n) if is_step else plan_call(m, n, range(n))
         earlier, stats = None, None
-        with self.counters.open(planned) as notifier:
+        with self.trace.open(planned) as trace:
             try:
                 with site.agreement.agreeing():
                     if arrived is not None:
@@ -132,16 +132,16 @@ class RankRuntime:
                     batch = RankBatch(
                         m, sizes, leaves[: len(inputs)],
                         recomputed(settings.checkpoint, m) if is_step else 0,
-                        seed, notifier, context, step, bool(self._sharded),
+                        seed, trace, context, step, bool(self._sharded),
                     )  # fmt: skip
                     prepared = self._prepared(settings.schedule, batch, stats, is_step)
                     if replayed is not None:
                         replayed.prepare(batch)
                 result = self._go(prepared, batch, earlier, is_step)
-                notifier.outcome = "succeeded"
+                trace.outcome = "succeeded"
             except BaseException as error:
                 if isinstance(error, Exception):  # an interrupt leaves it cancelled
-                    notifier.outcome = "failed"
+                    trace.outcome = "failed"
                 if earlier is not None:
                     earlier.restore()
                 raise
@@ -159,7 +159,7 @@ class RankRuntime:
         for k, (j, module) in enumerate(self.parts.modules.items()):
             place = Place(j, n, batch.m, self.site.device, self.parts.before[j])
             skips = self.parts.skips[j]
-            about = module, place, batch.context, skips, batch.notifier, batch.effects
+            about = module, place, batch.context, skips, batch.trace, batch.effects
             draws_loss = place.is_last and batch.step is not None and batch.step.loss.draws
             layers: Any = Layers(*about)
             if draws_loss or draws(module):

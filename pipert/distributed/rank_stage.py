@@ -35,7 +35,7 @@ from pipert.layers.effects import Effects
 from pipert.layers.phase import microbatch
 from pipert.layers.place import Place
 from pipert.layers.random_numbers import RunSeed
-from pipert.observe.notifier import Notifier
+from pipert.observe.run_trace import RunTrace
 from pipert.schedules.action import BACKWARD, FORWARD, Action
 from pipert.stage.actions import compute
 from pipert.stage.shared_memory import Shared
@@ -75,7 +75,7 @@ class RankBatch:
     recomputed: int
     """The number of micro-batches, counted from the first, whose layers are recomputed."""
     seed: RunSeed
-    notifier: Notifier
+    trace: RunTrace
     context: CallerContext
     step: Step | None
     """The losses of a step; only on the rank of the last partition."""
@@ -276,7 +276,7 @@ class RankStage(PipelineStage):
         """
         self._batch.last = action = Action(kind, i, self.stage_index)
         try:
-            with microbatch(i), self._batch.notifier.watched(action, self.device):
+            with microbatch(i), self._batch.trace.task(action, self.device):
                 return function(*args)
         except BaseException as error:  # noqa: B036
             self._fail(error, action)
@@ -290,7 +290,7 @@ class RankStage(PipelineStage):
             error = error.__cause__
         self._partition.place.note(error, action)
         if self._batch.failure is None:
-            self._batch.notifier.failed(action, self.device, error)
+            self._batch.trace.failed(action, self.device, error)
         self._batch.fail(error, action)
 
     def get_fwd_send_ops(self, i: int) -> list[dist.P2POp]:

@@ -28,7 +28,7 @@ class Posting:
         self.is_done = False  # whether all tasks are posted
         self._put = put
         self._due = Once((stages[0].run.plan,))  # taken by whoever posts or abandons the run
-        self.what = stages[0].run.number, None
+        self.what = stages[0].run.number, stages[0].run.plan.order[0]
 
     def receive(self) -> Any:
         return ()

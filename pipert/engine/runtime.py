@@ -37,8 +37,7 @@ from pipert.layers.effects import Effects
 from pipert.layers.modules import compute_cached
 from pipert.layers.random_numbers import RunSeed, Turns, paused
 from pipert.model.data_parallel import refuse_data_parallel, refuse_gradients_of_rows
-from pipert.observe.backward import makers
-from pipert.observe.notifier import Counters, Notifier
+from pipert.observe.run_trace import RunTrace, Trace
 from pipert.schedules.action import RECOMPUTE
 from pipert.schedules.plan import Plan, plan_call
 from pipert.skip import store
@@ -78,7 +77,7 @@ class Runtime:
         self._identity = object()
         self._modes: list[bool] = []  # of the layers, in the last run
         self._turns = Turns()  # those of its tasks; shared by runs that overlap
-        self.counters = Counters()
+        self.trace = Trace()
         served = [devices[self.workers.index(w)] for w in range(len(set(self.workers)))]
         names = [f"pipert-{device}-{w}" for w, device in enumerate(served)]
         self._cpu_workers = sum(device.type == "cpu" for device in served)
@@ -106,13 +105,14 @@ class Runtime:
         begin_numbers(len(inputs))  # so what the caller does next goes backward before turns
         plan = plan_call(len(inputs), len(self.devices), self.workers, recomputed)
         threads = self._threads()
-        with self.counters.open(plan) as notifier:
-            run = self._new_run(plan, notifier, function)
+        with self.trace.open(plan) as trace:
+            run = self._new_run(plan, trace, function)
             posting = Posting(self.model.assemble(run, inputs, None, stats), self.pool.put)
             self._execute(run, posting, threads, timeout)
             if len({device for device in self.devices if device.type == "cuda"}) > 1:
-                run.seed.guard_backward(makers(differentiable(run.outputs)[0]))
-            notifier.outcome = "succeeded"
+                nodes = {y.grad_fn for y in differentiable(run.outputs)[0] if y.grad_fn is not None}
+                run.seed.guard_backward(nodes)
+            trace.outcome = "succeeded"
             return run.outputs
 
     def map(
@@ -148,8 +148,8 @@ class Runtime:
         begin_numbers(1)
         plan = plan_call(1, len(self.devices), self.workers, recomputed)
         threads = self._threads()
-        with self.counters.open(plan) as notifier:
-            run = self._new_run(plan, notifier, seed=RunSeed(of_all=seed))
+        with self.trace.open(plan) as trace:
+            run = self._new_run(plan, trace, seed=RunSeed(of_all=seed))
             run.seed.is_concurrent = True
             posting = Posting(self.model.assemble(run, [x], None, None), self.pool.put)
             del x
@@ -169,7 +169,7 @@ class Runtime:
                     self._execute(run, posting, threads, limit)
                 raise
             self._execute(run, posting, threads, timeout)
-            notifier.outcome = "succeeded"
+            trace.outcome = "succeeded"
             yield run.outputs.pop()
 
     def step(
@@ -186,10 +186,10 @@ class Runtime:
         Returns the loss. Arguments are as in :meth:`call`.
         """
         threads = self._threads()
-        with self.counters.open(plan) as notifier:
+        with self.trace.open(plan) as trace:
             compute_cached(self.model.partitions)
             step.inputs = [differentiable(x)[0] for x in inputs]
-            run = self._new_run(plan, notifier, function)
+            run = self._new_run(plan, trace, function)
             run.effects = Effects(at_end=True, streams=self._streams)
             stages = self.model.assemble(run, inputs, step, stats)
             self._execute(run, Posting(stages, self.pool.put), threads, timeout)
@@ -202,9 +202,9 @@ class Runtime:
                 sums = [cut.gradients for cut in cuts]
                 loss = step.commit(sums)
             except Exception:
-                notifier.outcome = "failed"  # but no task has, so none is reported to observers
+                trace.outcome = "failed"  # but no task has, so none is reported to observers
                 raise
-            notifier.outcome = "succeeded"
+            trace.outcome = "succeeded"
             return loss
 
     def _threads(self) -> list[WorkerThread]:
@@ -217,7 +217,7 @@ class Runtime:
         return self.waiting.threads()
 
     def _new_run(
-        self, plan: Plan, notifier: Notifier, function: Function = None,
+        self, plan: Plan, trace: RunTrace, function: Function = None,
         seed: RunSeed | None = None,
     ) -> Run:  # fmt: skip
         for partition in self.model.partitions:  # fully_shard changes the classes of modules
@@ -236,10 +236,10 @@ class Runtime:
         if on_cuda:
             self._streams.follow_the_caller(on_cuda)
         seed = RunSeed() if seed is None else seed
-        run = Run(plan, self.devices, context, self._streams, notifier, seed, function)
+        run = Run(plan, self.devices, context, self._streams, trace, seed, function)
         layers = map(dict.values, map(_MODULES, self.model.partitions))
         modes, turns = [function, *map(_MODE, chain.from_iterable(layers))], self._turns
-        if modes != self._modes or len(self.counters.live) < 2:  # this one is alone
+        if modes != self._modes or len(self.trace.live) < 2:  # this one is alone
             self._modes, self._turns = modes, turns = modes, run.seed.turns
         run.seed.turns = turns
         overlap = plan.m > 1 or RECOMPUTE in plan.occurring_kinds
@@ -261,13 +261,13 @@ class Runtime:
                     run.return_what_was_read()
                 finally:
                     run.seed.settle()
-        notifier, error = run.notifier, run.outcome.take_error()
+        trace, error = run.trace, run.outcome.take_error()
         if error is None:
             return
         if not (isinstance(error, PipeClosedError) and self.pool.closed):
-            notifier.outcome = "failed"
+            trace.outcome = "failed"
             action = run.plan.order[run.outcome.failed_at]
-            notifier.failed(action, self.devices[action.j], error)
+            trace.failed(action, self.devices[action.j], error)
         try:
             raise error
         finally:
@@ -279,7 +279,7 @@ class Runtime:
 
     def statistics(self) -> Statistics:
         """Return what has happened so far, and what the workers are doing. Thread-safe."""
-        return Statistics(**self.counters.read(), workers=self.waiting.workers())
+        return Statistics(**self.trace.read(), workers=self.waiting.workers())
 
     def close(self, timeout: float | None = None) -> None:
         """End the threads; join them unless called inside a task of this runtime.

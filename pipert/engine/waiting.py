@@ -33,8 +33,8 @@ from pipert.errors import (
 )
 from pipert.stage.run import Outcome, Run
 from pipert.status import WAITING, TaskStatus, WorkerStatistics, table
-from pipert.workers.pool import Pool, WorkerView
-from pipert.workers.worker import CHECK, State, WorkerThread
+from pipert.workers.pool import Pool
+from pipert.workers.worker import CHECK, WorkerThread
 
 _log = logging.getLogger("pipert")
 
@@ -66,7 +66,7 @@ class Waiting:
 
     def workers(self) -> tuple[WorkerStatistics, ...]:
         """Return what each worker is doing."""
-        return tuple(_statistics(view) for view in self._pool.views()[: self._clock])
+        return tuple(self._pool.statistics()[: self._clock])
 
     def stuck(self) -> list[WorkerStatistics]:
         """Return the workers that are executing a task of a call that was given up.
@@ -125,7 +125,8 @@ class Waiting:
                 return False
             needed = threads[: self._clock] if posting.is_done else threads
             dead = [thread.name for thread in needed if not thread.is_alive()]
-            if lost < 2 and (not dead or any(state.works for state in self._states_at(run))):
+            is_served = not dead or any(task.phase != WAITING for task in self._tasks_of(run))
+            if lost < 2 and is_served:
                 interval, lost = CHECK, 0
                 continue
             interval, lost = _RECHECK, lost + 1
@@ -133,14 +134,14 @@ class Waiting:
                 run.outcome.fail(0, self._error_of(dead))
                 for stage in posting.stages:
                     stage.give_up()  # so that nobody waits for what will never come
-            elif lost > 2 and not self._states_at(run):
+            elif lost > 2 and not self._tasks_of(run):
                 return True
         return True
 
-    def _states_at(self, run: Run) -> list[State]:
-        """Return the states of workers that execute a task of ``run`` or wait for its input."""
-        states = [view.state for view in self._pool.views()]
-        return [state for state in states if state.what and state.what[0] == run.number]
+    def _tasks_of(self, run: Run) -> list[TaskStatus]:
+        """Return the tasks of ``run`` that workers, and the clock, execute or wait for."""
+        tasks = [worker.doing for worker in self._pool.statistics()]
+        return [task for task in tasks if task is not None and task.run == run.number]
 
     def _error_of(self, dead: list[str]) -> PipertError:
         if self._pool.closed:
@@ -184,18 +185,6 @@ def _deadlock(threads: list[WorkerThread]) -> ReentrantCallError | None:
                 "import what the layer needs before the call"
             )
     return None
-
-
-def _statistics(view: WorkerView) -> WorkerStatistics:
-    doing, what = None, view.state.what
-    if what is not None:
-        seconds = max(0.0, view.now - view.state.since)
-        number, action = what
-        phase = action.phase if view.state.works else WAITING
-        doing = TaskStatus(number, phase, action.j, action.i, seconds)
-    return WorkerStatistics(
-        view.name, view.device, view.state.tasks, view.busy, view.depth, doing
-    )
 
 
 def timed_out(

@@ -26,7 +26,7 @@ from pipert.layers.place import Place, describe_layer
 from pipert.layers.random_numbers import RunSeed, TaskRng, current_task
 from pipert.layers.segments import Segments
 from pipert.layers.snapshot import Snapshot
-from pipert.observe.notifier import Notifier
+from pipert.observe.run_trace import RunTrace
 from pipert.schedules.action import FORWARD, RECOMPUTE, Action
 from pipert.skip.routes import PartitionSkips
 from pipert.skip.store import of_task
@@ -44,7 +44,7 @@ class Layers:
         place: where they run, for errors, random numbers and observers.
         context: the caller's.
         skips: those that the partition stashes and pops. If there are any, values are ``Carried``.
-        notifier: counts and observes recomputations.
+        trace: counts and shows recomputations.
         effects: gets what recomputations return.
     """
 
@@ -52,8 +52,8 @@ class Layers:
     """Whether tasks have random numbers of their own."""
 
     __slots__ = (
-        "_compiled", "_context", "_effects", "_layers", "_notifier", "_partition", "_place",
-        "_skips", "_snapshot", "copies",
+        "_compiled", "_context", "_effects", "_layers", "_partition", "_place", "_skips",
+        "_snapshot", "_trace", "copies",
     )  # fmt: skip
 
     def __init__(
@@ -62,7 +62,7 @@ class Layers:
         place: Place,
         context: CallerContext,
         skips: PartitionSkips,
-        notifier: Notifier,
+        trace: RunTrace,
         effects: Effects,
     ) -> None:
         self._partition = partition
@@ -70,7 +70,7 @@ class Layers:
         self._place = place
         self._context = context
         self._skips = skips if skips.pops else None
-        self._notifier = notifier
+        self._trace = trace
         self._effects = effects
         self.copies: ParameterCopies | None = None
         """The copies that layers compute with, of parameters that live on other devices."""
@@ -179,10 +179,10 @@ class Layers:
             on_worker: whether this thread is a worker, under the caller's context already, rather
                 than a thread of autograd.
         """
-        notifier, context = self._notifier, self._context
+        trace, context = self._trace, self._context
         action = Action(RECOMPUTE, i, self._place.j)
-        notifier.count_recomputation()
-        with notifier.recomputing(action, self._place.device) if notifier.is_watched else NOTHING:
+        trace.count_recomputation()
+        with trace.task(action, self._place.device) if trace.is_watched else NOTHING:
             try:
                 if on_worker:  # as a task, under the caller's context already
                     self._compute_again(compute)

@@ -28,13 +28,10 @@ WAIT = "wait"
 KINDS = (FORWARD, RECOMPUTE, BACKWARD, WEIGHT, COPY, WAIT)
 COMPUTE = (FORWARD, RECOMPUTE, BACKWARD, WEIGHT)
 
-_LETTERS = {FORWARD: "F", RECOMPUTE: "R", BACKWARD: "B", WEIGHT: "W"}
-_KINDS = {letter: kind for kind, letter in _LETTERS.items()}
+KIND_OF = {"F": FORWARD, "R": RECOMPUTE, "B": BACKWARD, "W": WEIGHT}
+"""The kind of the event that records an action."""
 
-
-def kind_of(action: Action) -> str:
-    """Return the kind of the event that records an action."""
-    return _KINDS.get(action.kind, action.phase)
+_LETTERS = {kind: letter for letter, kind in KIND_OF.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +108,10 @@ class TaskInfo:
 class Observer:
     """Follows the calls and tasks of a pipe. Subclass it, and override the methods you need.
 
-    A method runs on the thread where the event happens: the caller's for a run, a worker's for a
-    task, autograd's for a recomputation in ``loss.backward()``. So several may run at once. The
-    work waits until the method returns: keep it short. Calling the pipe from a task is refused.
+    A method runs on the thread where the event happens: the caller's for a run, for a task that
+    which computes it, autograd's for a recomputation in ``loss.backward()``. So several may run at
+    once. The work waits until the method returns: keep it short. Calling the pipe from a task is
+    refused.
 
     An observer sees the calls that begin after it was added. If a call runs into its ``timeout``,
     its last tasks may finish after the call.
@@ -141,8 +139,3 @@ class Observer:
         after its tasks, because of its loss or a parameter's hook; then no task is reported. An
         error that you keep also keeps what its frames reference: activations.
         """
-
-
-Observers = dict[int, Observer]
-"""The observers of one pipe, by ``id``, since they may define equality. Safe for any thread and
-signal handler: operations of a dict on one item are atomic."""

@@ -57,7 +57,7 @@ from pipert.stage.loss import (
 from pipert.stage.loss_checks import LossChecks, StepCall
 from pipert.stage.step import Step
 from pipert.status import Statistics
-from pipert.timeline.timeline import Record, Timeline
+from pipert.timeline.timeline import Timeline, record
 from pipert.workers.context import refuse_transforms
 
 _log = logging.getLogger("pipert")
@@ -318,7 +318,7 @@ class PipeBase(Settings):
         the devices are synchronised once, at its beginning; the calls are not. Each task is kept,
         about a kilobyte with its backward, so record a few steps, not a whole training.
         """
-        return Record(self._runtime.counters, self._runtime.devices, self._runtime.workers)
+        return record(self._runtime.trace, self._runtime.devices, self._runtime.workers)
 
     def statistics(self) -> Statistics:
         """Return counts of what the pipe has done, and what its workers do now. Thread-safe."""
@@ -326,11 +326,11 @@ class PipeBase(Settings):
 
     def add_observer(self, observer: Observer) -> None:
         """Tell ``observer`` about all calls from now on. Copies of the pipe have no observers."""
-        self._runtime.counters.add_observer(observer)
+        self._runtime.trace.add_observer(observer)
 
     def remove_observer(self, observer: Observer) -> None:
         """Stop telling ``observer`` about calls."""
-        self._runtime.counters.remove_observer(observer)
+        self._runtime.trace.remove_observer(observer)
 
     def close(self, timeout: float | None = None) -> None:
         """End the threads and wait for them. Later calls are refused; closing again is fine.

@@ -170,7 +170,7 @@ class ModulePipe(PipeBase):
         seconds = self._limit_of_call(seconds)
         chunks = 1 if why_in_one else self._chunks
         if chunks < self._chunks:
-            for recording in self._runtime.counters.recordings:
+            for recording in self._runtime.trace.recordings:
                 text = f"one micro-batch of {self._chunks} asked for, because {why_in_one}"
                 recording.in_one[text] = None
         return self._call(args, kwargs, chunks, seconds, call, join_numbers)

@@ -23,16 +23,15 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from pipert._torch import node_count
 from pipert._typing import Value
 from pipert.autograd.hooks import hiding_partial_gradients
+from pipert.autograd.order import begin_numbers
 from pipert.autograd.weight_gradients import compute_deferred
 from pipert.batch.tensors import differentiable
 from pipert.layers.batchnorm import PartitionStats
 from pipert.layers.call import Compute
 from pipert.layers.random_numbers import TaskRng
 from pipert.layers.segments import Segments
-from pipert.observe.backward import makers, watch_nodes
 from pipert.schedules.action import BACKWARD, FORWARD, RECOMPUTE, WEIGHT, Action
 from pipert.stage.backward import begin, differentiate_partition
 from pipert.stage.shared_memory import Shared, compute_watching
@@ -48,8 +47,7 @@ def forward(stage: Stage, i: int, x: Value) -> Value:
     is_plain, boundary = stage.skips is None and isinstance(x, Tensor), stage.boundary
     x = boundary.cross(i, x, boundary.copies.previous) if is_plain else stage.enter(i, x)
     segments = stage.segments(i) if i < stage.recomputed else None
-    is_recorded = stage.run.notifier.recorder is not None
-    y = (compute_recorded if is_recorded else compute)(stage, i, segments, x)
+    y = (compute_seen if stage.run.trace.is_watched else compute)(stage, i, segments, x)
     y = boundary.leave(i, y, segments)  # in a call with a node for R[i,j]
     return y if stage.skips is None else stage.without_leaving_skips(i, y)
 
@@ -86,13 +84,12 @@ def recompute(stage: Stage, i: int, _: Value) -> None:
 
 def backward(stage: Stage, i: int, _: Value) -> Value:
     """Carry out ``B[i,j]`` of a step: go back from the loss and from what later partitions used."""
-    cut, notifier, j = stage.step_boundary, stage.run.notifier, stage.place.j
+    cut, trace, action = stage.step_boundary, stage.run.trace, Action(BACKWARD, i, stage.place.j)
     assert cut is not None
-    graph = cut.step.ledger.graphs.pop((i, j), None)
-    if graph is not None:
-        ys, dys = begin(cut, i, graph)
-        action, is_recorded = Action(BACKWARD, i, j), notifier.recorder is not None
-        with notifier.recorded(action, stage.place.device) if is_recorded else NOTHING:
+    graph = cut.step.ledger.graphs.pop((i, action.j), None)
+    ys, dys = ([], []) if graph is None else begin(cut, i, graph)
+    with trace.task(action, stage.place.device) if trace.is_watched else NOTHING:
+        if graph is not None:
             with _turn_of_backward(stage, action):
                 differentiate_partition(stage, cut, i, graph, ys, dys)
     return ()
@@ -100,12 +97,11 @@ def backward(stage: Stage, i: int, _: Value) -> Value:
 
 def weight_gradients(stage: Stage, i: int, _: Value) -> None:
     """Carry out ``W[i,j]`` of a step: compute the gradients of weights that ``B[i,j]`` put off."""
-    cut, notifier = stage.step_boundary, stage.run.notifier
+    cut, trace, action = stage.step_boundary, stage.run.trace, Action(WEIGHT, i, stage.place.j)
     assert cut is not None
     later = cut.deferred.pop(i, [])
     leaves = [leaf for use in later for leaf in use.leaves]
-    action, is_recorded = Action(WEIGHT, i, stage.place.j), notifier.recorder is not None
-    with notifier.recorded(action, stage.place.device) if is_recorded else NOTHING:
+    with trace.task(action, stage.place.device) if trace.is_watched else NOTHING:
         with _turn_of_backward(stage, action):
             found = hiding_partial_gradients(leaves, compute_deferred, later)
         cut.gradients.add(*found)
@@ -125,22 +121,14 @@ def _watched(stage: Computed, compute: Compute, x: Value) -> Value:
     return compute_watching(shared, compute, x)
 
 
-def compute_recorded(stage: Stage, i: int, segments: Segments | None, x: Value) -> Value:
-    """Compute the layers, and record that.
-
-    In a call the nodes of ``B[i,j]`` are watched as well, since it is no task. The walk that finds
-    them comes after the output has been sent, so that no stage waits for it.
-    """
-    notifier, recorder = stage.run.notifier, stage.run.notifier.recorder
-    assert recorder is not None
-    j, device = stage.place.j, stage.place.device
-    inputs, first = makers(differentiable(x)[0]), node_count()
-    with notifier.recorded(Action(FORWARD, i, j), device):
+def compute_seen(stage: Stage, i: int, segments: Segments | None, x: Value) -> Value:
+    """Compute the layers in a run that is watched; in a call, let ``B[i,j]`` be recorded, too."""
+    trace, place, first = stage.run.trace, stage.place, begin_numbers(stage.run.first_node)
+    xs = [tensor.grad_fn for tensor in differentiable(x)[0] if tensor.grad_fn is not None]
+    with trace.task(Action(FORWARD, i, place.j), place.device):
         y = compute(stage, i, segments, x)
-    if stage.step_boundary is None and stage.run.context.grad_enabled:
-        outputs, made = makers(differentiable(y)[0]) - inputs, range(first, node_count())
-        watch = partial(watch_nodes, recorder, i, j, device, outputs, inputs, made)
-        stage.after_sending.append(watch)
+    if trace.is_recorded and stage.step_boundary is None:
+        trace.watch_backward(i, differentiable(y)[0], [(first, place.j, place.device)], xs)
     return y
 
 

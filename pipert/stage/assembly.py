@@ -18,13 +18,13 @@ from pipert.layers.call import Layers, RandomLayers
 from pipert.layers.parameter_copies import weights_elsewhere
 from pipert.layers.place import Place, last_layer
 from pipert.layers.random_numbers import draws
+from pipert.observe.event import WAIT
 from pipert.skip.routes import PartitionSkips
 from pipert.stage.actions import ACTIONS, Actions
 from pipert.stage.call_boundary import CallBoundary
-from pipert.stage.copies import Copies, PlainTransport, Transport
+from pipert.stage.copies import Copies
 from pipert.stage.links import NOWHERE, Link, between, from_caller, to_caller
 from pipert.stage.loss import StepFunction
-from pipert.stage.recorded import RecordedTransport, recorded_link
 from pipert.stage.run import Run
 from pipert.stage.stage import Links, Stage
 from pipert.stage.step import Step
@@ -115,7 +115,7 @@ def assemble(
         skips = model.skips[j]
         layers = _layers(run, partition, place, skips, step)
         links = Links(values[j], values[j + 1], gradients[j], gradients[j + 1])
-        copies = Copies(run, j, skips, _transport(run, place, step), model.keeps_forward)
+        copies = Copies(run, j, skips, step is not None, model.keeps_forward)
         partition_stats = stats.partitions[j] if stats else None
         ends = _ends(run, place, copies, step, model.keeps_forward)
         own = skips if skips.pops else None
@@ -130,7 +130,7 @@ def assemble(
 def _layers(
     run: Run, partition: nn.Sequential, place: Place, skips: PartitionSkips, step: Step | None
 ) -> Layers:
-    about = partition, place, run.context, skips, run.notifier, run.effects
+    about = partition, place, run.context, skips, run.trace, run.effects
     draws_loss = step is not None and place.is_last and step.loss.draws
     if draws_loss or draws(partition):
         return RandomLayers(run.seed, *about)
@@ -138,15 +138,16 @@ def _layers(
 
 
 def _between(run: Run, receiver: Place) -> Link:
-    link, recorder = between(), run.notifier.recorder
-    if recorder is None or receiver.device.type == "cuda":
+    """Return a link; how long a receiver on CPU waits is recorded. CUDA waits in a stream."""
+    link, trace = between(), run.trace
+    if not trace.is_recorded or receiver.device.type == "cuda":
         return link
-    return recorded_link(link, recorder, receiver)
 
+    def receive(i: int) -> Value:
+        with trace.during(WAIT, i, receiver.j, receiver.device):
+            return link.receive(i)
 
-def _transport(run: Run, place: Place, step: Step | None) -> Transport:
-    transport, recorder = PlainTransport(place.device, step is not None), run.notifier.recorder
-    return transport if recorder is None else RecordedTransport(transport, recorder, place)
+    return link._replace(receive=receive)
 
 
 def _ends(

@@ -68,7 +68,7 @@ class CallBoundary:
             copying = self.copies.stream(i)
             if copying is not None:
                 compute = streams.compute_stream(self._device)
-                y = self.copies.transport.wait(i, y, copying, compute)
+                y = self.copies.order(i, y, copying, compute)
         if not self._grad_enabled:
             return y
         ys, rebuild = differentiable(y)

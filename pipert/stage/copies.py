@@ -7,9 +7,6 @@ copies the gradients and waits for them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
@@ -17,75 +14,23 @@ from pipert._typing import Tensors, Value
 from pipert.autograd import streams, transfer
 from pipert.autograd.transfer import Stream
 from pipert.batch.tensors import differentiable, select
+from pipert.observe.event import COPY, WAIT
+from pipert.observe.run_trace import RunTrace
 from pipert.skip.routes import PartitionSkips
 from pipert.stage.run import Run
-
-
-class Transport(Protocol):
-    """Moves tensors to the device of one stage."""
-
-    def in_graph(self, tensor: Tensor) -> bool:
-        """Return whether a gradient of ``tensor`` will have to be brought back."""
-
-    def copy(
-        self, i: int, tensors: Tensors, source: Stream, target: Stream, origin: int | None
-    ) -> Tensors:
-        """Copy ``tensors``, which are all on one device, and either all in the graph or all not.
-
-        They come from partition ``origin``, or from the caller if it is ``None``. They are read on
-        stream ``source``; the copies are written on stream ``target``.
-        """
-
-    def wait(self, i: int, x: Value, waiter: Stream, awaited: Stream) -> Value:
-        """Make stream ``waiter`` wait for ``awaited`` before it reads ``x``; return ``x``."""
-
-
-@dataclass(slots=True, eq=False)
-class PlainTransport:
-    """A transport that is not recorded."""
-
-    _device: torch.device
-    _is_cut: bool
-    """Whether the graph is cut, as in a step: copies of what requires grad require grad as well.
-
-    Else copies and waits are nodes of the graph, where there is one.
-    """
-
-    def in_graph(self, tensor: Tensor) -> bool:
-        return tensor.requires_grad and (self._is_cut or torch.is_grad_enabled())
-
-    def copy(
-        self, i: int, tensors: Tensors, source: Stream, target: Stream, origin: int | None
-    ) -> Tensors:
-        if self.in_graph(tensors[0]) and not self._is_cut:
-            to_caller = origin is None
-            return transfer.copy(i, tensors, self._device, source, target, to_caller)
-        plain = tuple([tensor.detach() for tensor in tensors])
-        moved = streams.copy(plain, self._device, source, target)
-        if self._is_cut:
-            for old, new in zip(tensors, moved, strict=True):
-                new.requires_grad_(old.requires_grad)
-        return moved
-
-    def wait(self, i: int, x: Value, waiter: Stream, awaited: Stream) -> Value:
-        if torch.is_grad_enabled() and not self._is_cut:
-            xs, rebuild = differentiable(x)
-            if xs:
-                return rebuild(transfer.wait(xs, waiter, awaited))
-        streams.wait(waiter, awaited)
-        return x
 
 
 class Copies:
     """The copies to the device of stage *j*. Used by its worker only."""
 
     def __init__(
-        self, run: Run, j: int, skips: PartitionSkips, transport: Transport,
-        from_any: bool = False,
-    ) -> None:  # fmt: skip
+        self, run: Run, j: int, skips: PartitionSkips, is_cut: bool, from_any: bool = False
+    ) -> None:
         self._run = run
+        self._j = j
         self._device = run.devices[j]
-        self.transport = transport
+        self._is_cut = is_cut  # as in a step: copies of what requires grad require grad as well
+        self._trace = run.trace if run.trace.is_recorded else None
         self.previous = j - 1 if j > 0 else None
         """The partition that the input comes from; ``None`` for the caller."""
         every = range(len(run.devices))
@@ -106,7 +51,7 @@ class Copies:
 
     def wait(self, i: int, x: Value, copied: Stream) -> Value:
         """Make the compute stream wait for the copy; in the backward, the copy for compute."""
-        return self.transport.wait(i, x, streams.compute_stream(self._device), copied)
+        return self.order(i, x, streams.compute_stream(self._device), copied)
 
     def copy(self, i: int, x: Value, origin: int | None) -> tuple[Value, Stream]:
         """Copy a value to this device from partition ``origin``, or from the caller if ``None``.
@@ -130,7 +75,7 @@ class Copies:
         # Tensors on one device are copied together, but those in the graph apart from the others.
         groups: dict[tuple[torch.device, bool], list[int]] = {}
         for k, tensor in enumerate(tensors):
-            groups.setdefault((tensor.device, self.transport.in_graph(tensor)), []).append(k)
+            groups.setdefault((tensor.device, self._in_graph(tensor)), []).append(k)
         target = self.stream(i)
         results = list(tensors)
         for (device, _), places in groups.items():
@@ -140,11 +85,71 @@ class Copies:
             moving = tuple([tensors[k] for k in places])
             if origin is None and source is not None:  # no stage has made this copy stream wait
                 compute = streams.compute_stream(device)
-                moving = self.transport.wait(i, moving, source, compute)
-            moved = self.transport.copy(i, moving, source, target, origin)
+                moving = self.order(i, moving, source, compute)
+            moved = self._move(i, moving, source, target, origin)
             for k, tensor in zip(places, moved, strict=True):
                 results[k] = tensor
         return rebuild(tuple(results)), target
+
+    def _in_graph(self, tensor: Tensor) -> bool:
+        """Return whether a gradient of ``tensor`` will have to be brought back."""
+        return tensor.requires_grad and (self._is_cut or torch.is_grad_enabled())
+
+    def _move(
+        self, i: int, tensors: Tensors, source: Stream, target: Stream, origin: int | None
+    ) -> Tensors:
+        """Copy ``tensors``, which are all on one device, and either all in the graph or all not.
+
+        They are read on stream ``source``; the copies are written on stream ``target``.
+        """
+        trace, home, j = self._trace, tensors[0].device, self._j
+        if trace is None:
+            return self._copied(i, tensors, source, target, origin)
+        here, there = (self._device, target), (home, source)
+        size = sum([tensor.nbytes for tensor in tensors])
+        event = COPY, i, j, self._device, *_timed_by(trace, there, here)
+        with trace.during(*event, source=home, origin=origin, bytes=size):
+            moved = self._copied(i, tensors, source, target, origin)
+        event = COPY, i, j if origin is None else origin, home, *_timed_by(trace, here, there)
+        node = moved[0].grad_fn  # which copies the gradient back
+        trace.watch_node(node, *event, source=self._device, origin=j, bytes=size)
+        return moved
+
+    def _copied(
+        self, i: int, tensors: Tensors, source: Stream, target: Stream, origin: int | None
+    ) -> Tensors:
+        if self._in_graph(tensors[0]) and not self._is_cut:
+            to_caller = origin is None
+            return transfer.copy(i, tensors, self._device, source, target, to_caller)
+        plain = tuple([tensor.detach() for tensor in tensors])
+        moved = streams.copy(plain, self._device, source, target)
+        if self._is_cut:
+            for old, new in zip(tensors, moved, strict=True):
+                new.requires_grad_(old.requires_grad)
+        return moved
+
+    def order(self, i: int, x: Value, waiter: Stream, awaited: Stream) -> Value:
+        """Make stream ``waiter`` wait for ``awaited`` before it reads ``x``; return ``x``."""
+        trace, compute = self._trace, streams.compute_stream(self._device)
+        if trace is None:
+            return self._ordered(x, waiter, awaited)
+        event = WAIT, i, self._j, self._device
+        if waiter == compute:  # compute waits for x, now
+            with trace.during(*event):
+                return self._ordered(x, waiter, awaited)
+        y = self._ordered(x, waiter, awaited)
+        if awaited == compute and torch.is_grad_enabled() and not self._is_cut:
+            for tensor in differentiable(y)[0][:1]:  # in the backward compute waits for a gradient
+                trace.watch_node(tensor.grad_fn, *event)
+        return y
+
+    def _ordered(self, x: Value, waiter: Stream, awaited: Stream) -> Value:
+        if torch.is_grad_enabled() and not self._is_cut:
+            xs, rebuild = differentiable(x)
+            if xs:
+                return rebuild(transfer.wait(xs, waiter, awaited))
+        streams.wait(waiter, awaited)
+        return x
 
     def let_others_copy(self, i: int) -> None:
         """Make the copy stream of micro-batch ``i`` wait for what this stage has computed."""
@@ -152,3 +157,13 @@ class Copies:
             copying = self.stream(i)
             if copying is not None:
                 streams.wait(copying, streams.compute_stream(self._device))
+
+
+def _timed_by(
+    trace: RunTrace, *sides: tuple[torch.device, Stream]
+) -> tuple[torch.device, Stream]:
+    """Return the clock and the stream that time a copy: those of the first side on CUDA."""
+    for device, stream in sides:
+        if stream is not None and trace.knows(device):
+            return device, stream
+    return torch.device("cpu"), None

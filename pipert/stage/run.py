@@ -24,7 +24,7 @@ from pipert._typing import Value
 from pipert.autograd.streams import CopyStreams, compute_stream, wait
 from pipert.layers.effects import Effects
 from pipert.layers.random_numbers import RunSeed
-from pipert.observe.notifier import Notifier
+from pipert.observe.run_trace import RunTrace
 from pipert.queues.latch import Latch
 from pipert.schedules.plan import Plan
 from pipert.stage.links import SkipLinks
@@ -40,7 +40,7 @@ class Run:
     """The device of each partition."""
     context: CallerContext
     streams: CopyStreams
-    notifier: Notifier
+    trace: RunTrace
     seed: RunSeed
     function: Callable[..., Value] | None = None
     """What runs for each micro-batch in place of the whole of any model."""
@@ -59,7 +59,7 @@ class Run:
     """The caller's nodes have lower numbers."""
 
     def __post_init__(self) -> None:
-        self.number = self.notifier.run.number
+        self.number = self.trace.run.number
         self.outcome = Outcome(self.plan)
         self.effects = Effects(at_end=False, of_run=self.context.streams)
 

@@ -38,7 +38,7 @@ from pipert.layers.phase import begin_microbatch, end_microbatch
 from pipert.layers.place import Place
 from pipert.layers.segments import Segments
 from pipert.queues.closable import Once
-from pipert.schedules.action import BACKWARD, FORWARD, RECOMPUTE, WEIGHT, Action
+from pipert.schedules.action import BACKWARD, FORWARD, WEIGHT, Action
 from pipert.skip.namespace import Key
 from pipert.skip.routes import PartitionSkips
 from pipert.stage.call_boundary import CallBoundary
@@ -109,8 +109,6 @@ class Stage:
     """The skips that this stage pops from others, each with the stage that stashes it."""
     leaving: tuple[tuple[Key, int], ...] = ()
     """The skips that this stage stashes for others, each with a stage that pops it."""
-    after_sending: list[Callable[[], None]] = field(default_factory=list)
-    """What is left to do for a recording once the current action's result is sent."""
     _copies: ParameterCopies = field(init=False)
 
     def __post_init__(self) -> None:
@@ -128,8 +126,6 @@ class Stage:
     def handler_for(self, kind: str, execute: Execute) -> Handler:
         """Return the handler of actions of ``kind``, which ``execute`` computes."""
         context = self.run.context
-        if self.run.notifier.is_observed and kind != RECOMPUTE:  # which tells of itself
-            execute = partial(_observed, kind, execute)
         if kind == FORWARD:
             return Handler(self.links.x.receive, context.on_worker, execute, self.links.y.send)
         if kind == BACKWARD:
@@ -184,12 +180,6 @@ class Stage:
         self.run.drop()
 
 
-def _observed(kind: str, execute: Execute, stage: Stage, i: int, received: Value) -> Value:
-    # Observers are told in the task, so that their calls of the pipe are refused, as layers' are.
-    with stage.run.notifier.observed(Action(kind, i, stage.place.j), stage.place.device):
-        return execute(stage, i, received)
-
-
 class Task:
     """One action of one run, as a worker takes it."""
 
@@ -233,10 +223,8 @@ class Task:
         return result
 
     def send(self, result: Any) -> None:
-        run, later = self._stage.run, self._stage.after_sending
+        run = self._stage.run
         self._handler.send(self._action.i, NOT_RUN if run.dropped else result)
-        while later:
-            later.pop()()
         if run.dropped:
             self._stage.drop()  # again: this action may have been executing the first time
         self._due.pop().settle()

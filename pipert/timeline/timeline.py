@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from pipert.model.devices import assign_workers
-from pipert.observe.event import KINDS, Event
-from pipert.observe.notifier import Counters
-from pipert.observe.recorder import Recording
-from pipert.timeline.chrome import chrome_trace
+from pipert.observe.event import COPY, KINDS, Event
+from pipert.observe.recording import Recording
+from pipert.observe.run_trace import Trace
 from pipert.timeline.picture import save_picture
 from pipert.timeline.report import Advice, Report, make_report
 
@@ -47,11 +47,9 @@ class Timeline:
         self._events = tuple(sorted(events, key=lambda event: (event.start, event.end)))
         self._devices = tuple(torch.device(device) for device in devices)
         self._workers = tuple(assign_workers(list(self._devices)) if workers is None else workers)
-        self._steps = frozenset(steps)
-        self._failed = frozenset(failed)
+        self._steps = set(steps)
+        self._failed = set(failed)
         n = len(self._devices)
-        if len(self._workers) != n:
-            raise ValueError(f"workers must have an entry for each of the {n} devices")
         for event in self._events:
             if event.kind not in KINDS or not 0 <= event.partition < n:
                 raise ValueError(f"{event} is of no kind in {KINDS}, or not in {n} partitions")
@@ -82,12 +80,12 @@ class Timeline:
     @property
     def steps(self) -> frozenset[int]:
         """The calls of ``forward_backward``, in which workers also run the backward."""
-        return self._steps
+        return frozenset(self._steps)
 
     @property
     def failed(self) -> frozenset[int]:
         """The calls that failed or were cancelled, which the report leaves out."""
-        return self._failed
+        return frozenset(self._failed)
 
     def report(self) -> Report:
         """Reports how the devices spent their time, and how to use it better.
@@ -104,9 +102,18 @@ class Timeline:
     def save(self, path: str | Path) -> None:
         """Write a trace that Perfetto (https://ui.perfetto.dev) and ``chrome://tracing`` open.
 
-        It has a lane for each device's computation and one for its copies.
+        It has a lane for each device's computation and one for its copies, and more where events
+        overlap, since the boxes of a lane must not.
         """
-        trace = chrome_trace(self.events, self.lanes, self._workers)
+        events, lanes = self.events, self.lanes
+        records = [_name("process_name", "pipert", 0)]
+        threads = _threads(events, self._workers)
+        numbers = {thread: number for number, thread in enumerate(sorted(set(threads)))}
+        for (worker, copies, track), number in numbers.items():
+            name = lanes[worker] + " copies" * copies + f" ({track + 1})" * bool(track)
+            records.append(_name("thread_name", name, number))
+        records += [_slice(e, numbers[thread]) for e, thread in zip(events, threads, strict=True)]
+        trace = {"traceEvents": records, "displayTimeUnit": "ms"}
         Path(path).write_text(json.dumps(trace), encoding="utf-8")
 
     def plot(self, path: str | Path, title: str | None = None) -> None:
@@ -139,44 +146,71 @@ class LiveTimeline(Timeline):
     ) -> None:
         super().__init__((), devices, workers)
         self._recording = recording
-        self._final: tuple[Event, ...] = ()
+        self._steps, self._failed = recording.steps, recording.failed  # which grow
 
     @property
     def events(self) -> tuple[Event, ...]:
         is_over = not self._recording.is_open  # asked first, so that no event is missed
-        events = self._final or tuple(self._recording.events())
+        events = self._events or tuple(self._recording.events())
         if is_over:
-            self._final = events
+            self._events = events
         return events
-
-    @property
-    def steps(self) -> frozenset[int]:
-        return frozenset(self._recording.steps)
 
     def report(self) -> Report:
         report, in_one = super().report(), tuple(self._recording.in_one)
         advice = tuple([Advice("chunks", text) for text in in_one])
         return replace(report, advice=(*advice, *report.advice))
 
-    @property
-    def failed(self) -> frozenset[int]:
-        return frozenset(self._recording.failed)
+
+@contextmanager
+def record(
+    trace: Trace, devices: Sequence[torch.device], workers: Sequence[int]
+) -> Iterator[Timeline]:
+    """Record the calls of a pipe that begin inside the block; references only its trace."""
+    recording = Recording(devices)
+    trace.start_recording(recording)
+    try:
+        yield LiveTimeline(recording, devices, workers)
+    finally:
+        trace.stop_recording(recording)
 
 
-class Record(AbstractContextManager[Timeline]):
-    """Records the calls of a pipe that begin inside the block; references only its counters."""
+def _threads(events: Sequence[Event], workers: Sequence[int]) -> list[tuple[int, bool, int]]:
+    """Returns each event's thread: its worker, whether it is a copy, and a track without overlap.
 
-    def __init__(
-        self, counters: Counters, devices: Sequence[torch.device], workers: Sequence[int]
-    ) -> None:
-        self._of = counters, devices, workers
-        self._open: list[Recording] = []  # the block may be entered again
+    There are several tracks if several callers run backward at once, or copies overlap.
+    """
+    ends: dict[tuple[int, bool], list[float]] = {}
+    threads = []
+    for event in events:
+        key = workers[event.partition], event.kind == COPY
+        tracks = ends.setdefault(key, [])
+        free = (k for k, end in enumerate(tracks) if end <= event.start)
+        track = next(free, len(tracks))
+        tracks[track : track + 1] = [event.end]
+        threads.append((*key, track))
+    return threads
 
-    def __enter__(self) -> Timeline:
-        counters, devices, workers = self._of
-        self._open.append(Recording(devices))
-        counters.start_recording(self._open[-1])
-        return LiveTimeline(self._open[-1], devices, workers)
 
-    def __exit__(self, *_: object) -> None:
-        self._of[0].stop_recording(self._open.pop())
+def _name(kind: str, name: str, thread: int) -> dict[str, Any]:
+    return {"ph": "M", "pid": 0, "tid": thread, "name": kind, "args": {"name": name}}
+
+
+def _slice(event: Event, thread: int) -> dict[str, Any]:
+    start, end = (round(1e6 * seconds, 3) for seconds in (event.start, event.end))
+    args: dict[str, Any] = {
+        "run": event.run, "micro_batch": event.micro_batch, "partition": event.partition,
+        "clock": event.clock, "device": str(event.device),
+    }  # fmt: skip
+    if event.kind == COPY:
+        args.update(source=str(event.source), bytes=event.bytes)
+    return {
+        "ph": "X",
+        "pid": 0,
+        "tid": thread,
+        "name": event.name,
+        "cat": event.kind,
+        "ts": start,
+        "dur": round(end - start, 3),  # so that rounding pushes no box into the next one
+        "args": args,
+    }

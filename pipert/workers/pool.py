@@ -29,29 +29,15 @@ import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
 from pipert.errors import PipeClosedError, WorkerDiedError
 from pipert.queues.process_lock import ProcessLock
-from pipert.workers.worker import Activity, State, Task, WorkerThread
+from pipert.status import WorkerStatistics
+from pipert.workers.worker import Activity, Task, WorkerThread
 
 _AT_EXIT = 10.0  # s
-
-
-class WorkerView(NamedTuple):
-    """A snapshot of one worker, taken from any thread."""
-
-    name: str
-    device: torch.device
-    state: State
-    depth: int
-    """The depth of its in-queue."""
-    now: float
-    """The time just before ``state`` was read, so that no task is counted beyond its end."""
-    busy: float
-    """Seconds spent on tasks by that time."""
 
 
 class Pool:
@@ -150,19 +136,13 @@ class Pool:
                 thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
         return [k for k, t in enumerate(threads) if t.is_alive() and not t.import_awaited()]
 
-    def views(self) -> list[WorkerView]:
+    def statistics(self) -> list[WorkerStatistics]:
         """Return what each worker is doing. Thread-safe."""
         self._reset_in_child()
-        threads = self._threads
-        depths = [thread.in_queue.depth() for thread in threads]
+        depths = [thread.in_queue.depth() for thread in self._threads]
         depths += [0] * (len(self._names) - len(depths))
-        now = time.perf_counter()
-        workers = zip(self._names, self._devices, self._activities, depths, strict=True)
-        return [
-            WorkerView(name, device, state, depth, now, activity.busy_by(state, now))
-            for name, device, activity, depth in workers
-            for state in (activity.state,)
-        ]
+        about = zip(self._names, self._devices, depths, strict=True)
+        return [each.statistics(*of) for each, of in zip(self._activities, about, strict=True)]
 
     def stack(self, worker: int) -> str:
         """Return the worker's Python stack, printed like a traceback, innermost call last.

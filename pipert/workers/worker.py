@@ -17,9 +17,8 @@ import logging
 import math
 import threading
 import traceback
-from functools import partial
 from time import monotonic, perf_counter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -27,6 +26,7 @@ from pipert._torch import import_awaited, set_thread_name
 from pipert.errors import PipeClosedError, WorkerDiedError
 from pipert.queues.closable import ClosableQueue
 from pipert.queues.process_lock import ProcessLock
+from pipert.status import WAITING, TaskStatus, WorkerStatistics
 
 CHECK = 0.5
 """Seconds; how often a thread that waits for workers checks that it waits for something."""
@@ -46,69 +46,61 @@ NOT_RUN = _NotRun.NOT_RUN
 """Takes the place of the value of a task that failed or did not run."""
 
 
-class State(NamedTuple):
-    """The state of a worker at one moment."""
-
-    tasks: int
-    """The number of completed tasks, failed ones included."""
-    busy: float
-    """Seconds spent on them."""
-    what: Any = None
-    """The ``what`` of the current task; ``None`` when the worker is idle."""
-    since: float = 0.0
-    """When it began to wait for the input, or to execute the task, in ``perf_counter`` seconds."""
-    works: bool = False
-    """Whether it executes the task, rather than waiting for its input."""
-
-
-_state = partial(tuple.__new__, State)  # without a Python call
-
-
 class Activity:
     """What a worker is doing and has done. It is kept when the worker's thread is replaced.
 
-    Only the worker's thread writes the state, a tuple that is replaced in one step. So a reader on
-    any thread sees figures of one moment, without a lock. It holds words and numbers (**W2**).
+    Only the worker's thread writes the state, a tuple that is replaced in one step: the number and
+    the seconds of completed tasks, ``what`` the current task is (``None`` when idle), since when,
+    and whether it is executed, rather than waited for. So a reader on any thread sees figures of
+    one moment, without a lock. It holds words and numbers (**W2**).
     """
 
-    __slots__ = ("_seen", "state")
+    __slots__ = ("_seen", "_state")
 
     def __init__(self) -> None:
-        self.state = State(0, 0.0)
+        self._state: tuple[int, float, Any, float, bool] = (0, 0.0, None, 0.0, False)
         self._seen = 0.0
-
-    def busy_by(self, state: State, now: float) -> float:
-        """Return the seconds spent on tasks by ``now``, the current task included. Never decreases.
-
-        The worker may have read the clock at the end of its task without having written it yet.
-        """
-        busy = state.busy + (max(0.0, now - state.since) if state.works else 0.0)
-        self._seen = max(busy, self._seen)
-        return self._seen
 
     def waits(self, what: Any) -> None:
         """Note that the worker waits for the input of a task. ``what`` must hold no tensors."""
-        tasks, busy, *_ = self.state
-        self.state = _state((tasks, busy, what, perf_counter(), False))
+        tasks, busy, *_ = self._state
+        self._state = tasks, busy, what, perf_counter(), False
 
     def works(self) -> None:
         """Note that the task begins."""
-        tasks, busy, what, *_ = self.state
-        self.state = _state((tasks, busy, what, perf_counter(), True))
+        tasks, busy, what, *_ = self._state
+        self._state = tasks, busy, what, perf_counter(), True
 
     def rests(self) -> None:
         """Note that the task is over."""
-        tasks, busy, _, since, works = self.state
+        tasks, busy, _, since, works = self._state
         if works:
             tasks, busy = tasks + 1, busy + perf_counter() - since
-        self.state = _state((tasks, busy, None, 0.0, False))
+        self._state = tasks, busy, None, 0.0, False
+
+    def statistics(self, name: str, device: torch.device, depth: int) -> WorkerStatistics:
+        """Return the figures of the worker of that name and device; ``depth`` is its queue's.
+
+        Busy seconds never decrease: the worker may have read the clock at the end of its task
+        without having written it yet.
+        """
+        now = perf_counter()  # before the state, so that no task is counted beyond its end
+        tasks, busy, what, since, works = self._state
+        seconds = max(0.0, now - since)
+        self._seen = max(busy + seconds * works, self._seen)
+        doing = None
+        if what is not None:
+            run, action = what
+            phase = action.phase if works else WAITING
+            doing = TaskStatus(run, phase, action.j, action.i, seconds)
+        return WorkerStatistics(name, device, tasks, self._seen, depth, doing)
 
 
 class Task(Protocol):
     """A task in a worker's in-queue. It is received, executed and sent once, or abandoned."""
 
     what: Any
-    """Identifies the task to those who look at the worker; immutable, and without tensors."""
+    """The number of the run and the action, for those who look at the worker."""
 
     def receive(self) -> Any:
         """Wait for the input and return it, or ``NOT_RUN``."""

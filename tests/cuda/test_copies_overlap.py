@@ -156,7 +156,6 @@ def of(timeline: Timeline, *kinds: str) -> list[Event]:
     return [event for event in timeline.events if event.kind in kinds]
 
 
-@pytest.mark.layered  # any model's F waits for its copies inside
 @ways
 def test_tasks_and_copies_are_recorded_by_the_device_s_clock(pipe: Pipe, train: Train) -> None:
     with pipe.record() as timeline:
@@ -176,7 +175,7 @@ WAITS_BACK: dict[Train, tuple[float, float]] = {
 }
 
 
-@pytest.mark.layered  # as above
+@pytest.mark.layered  # any model waits for its copies at their first use
 @ways
 def test_waits_are_recorded_by_the_device_s_clock(pipe: Pipe, train: Train) -> None:
     with pipe.record() as timeline:

@@ -172,7 +172,7 @@ def test_workers_that_waited_for_an_input_are_free_at_once() -> None:
     with Stuck(i=0, j=0, n=3) as stuck:
         stuck.times_out()
         pool = stuck.pipe._runtime.pool
-        assert until(lambda: all(view.state.what is None for view in pool.views()[1:]))
+        assert until(lambda: all(worker.doing is None for worker in pool.statistics()[1:]))
         assert all(w.queue_depth == 0 for w in stuck.pipe.statistics().workers[1:])
         assert stuck.pipe.statistics().workers[0].doing is not None
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import runpy
 import threading
 import warnings
 from pathlib import Path
 from typing import Any
-from unittest import TestCase
 
 import pytest
 import torch
@@ -17,7 +15,10 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
 from pipert import Pipe
-from pipert.observe import ranges
+from pipert.observe import run_trace
+from pipert.observe.run_trace import Trace
+from pipert.schedules.action import Action
+from pipert.schedules.plan import plan_call
 
 
 def pipe() -> Pipe:
@@ -25,11 +26,11 @@ def pipe() -> Pipe:
     return Pipe(module, [1, 1], devices=["cpu", "cpu"], chunks=2, checkpoint="always")
 
 
-def trace(path: Path, all_threads: bool = True) -> list[dict[str, Any]]:
+def trace(path: Path) -> list[dict[str, Any]]:
     """Returns the events that torch.profiler records of a step."""
     # Of torch 2.11, once for a process.
     warnings.filterwarnings("ignore", "Warning: Profiler clears events", UserWarning)
-    config = _ExperimentalConfig(profile_all_threads=all_threads)
+    config = _ExperimentalConfig(profile_all_threads=True)
     with pipe() as one:
         one(torch.ones(2, 4)).sum().backward()  # the first time torch takes long
         with profile(activities=[ProfilerActivity.CPU], experimental_config=config) as profiler:
@@ -56,44 +57,14 @@ def test_each_task_is_in_the_trace_once_on_the_thread_that_ran_it(tmp_path: Path
     assert threads["R0"] == threads["B0"] == {threading.get_native_id()}
 
 
-@pytest.mark.slow
-def test_advice_for_profiling_only_the_own_thread_is_logged_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ranges, "_has_advised", [])
-    with TestCase().assertLogs("pipert") as logged:
-        names = {event["name"] for event in trace(tmp_path / "trace.json", all_threads=False)}
-        trace(tmp_path / "trace.json", all_threads=False)
-    assert "R[0,0]" in names and "F[0,0]" not in names
-    (line,) = logged.output
-    assert "profile_all_threads=True" in line
-
-
-@pytest.mark.slow
-def test_profiling_all_threads_logs_no_advice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ranges, "_has_advised", [])
-    with TestCase().assertNoLogs("pipert"):
-        trace(tmp_path / "trace.json")
-
-
-def test_ranges_are_off_without_a_profiler() -> None:
-    assert not ranges.is_profiled()
-
-
-def test_ranges_are_on_under_nsight(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NSYS_PROFILING_SESSION_ID", "1")  # which is read once, by the import
-    assert runpy.run_path(ranges.__file__)["is_profiled"]()
-
-
-def test_ranges_and_marks_are_nvtx_ranges_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tasks_on_cuda_are_nvtx_ranges_under_nsight(monkeypatch: pytest.MonkeyPatch) -> None:
     log: list[str] = []
-    nvtx = torch.cuda.nvtx
-    monkeypatch.setattr(nvtx, "range_push", lambda name: log.append(f"push {name}"))
-    monkeypatch.setattr(nvtx, "range_pop", lambda: log.append("pop"))
-    monkeypatch.setattr(nvtx, "mark", lambda name: log.append(f"mark {name}"))
-    with pytest.raises(ZeroDivisionError), ranges.task_range("F[0,0]", torch.device("cuda", 0)):
-        ranges.mark("B[0,0]", torch.device("cuda", 0))
-        raise ZeroDivisionError
-    assert log == ["push F[0,0]", "mark B[0,0]", "pop"]
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", lambda name: log.append(f"push {name}"))
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: log.append("pop"))
+    monkeypatch.setattr(run_trace, "stamp", lambda *_: 0.0)
+    for under_nsight in (False, True):
+        monkeypatch.setattr(run_trace, "_UNDER_NSIGHT", under_nsight)
+        with Trace().open(plan_call(1, 1, [0])) as run, pytest.raises(ZeroDivisionError):
+            with run.task(Action("F", 0, 0), torch.device("cuda", 0)):
+                raise ZeroDivisionError
+    assert log == ["push F[0,0]", "pop"]

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from pipert import Event
-from pipert.observe import backward, recorder
+from pipert.observe import recording, run_trace
 from pipert.observe.event import COPY, WAIT
-from pipert.observe.recorder import Recording
+from pipert.observe.recording import Recording
 from tests.stages import CPU, META, FakeStream, FakeStreams, run_between_devices
 
 
@@ -26,16 +26,16 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeStreams:
         fake.log.append(f"stamp on <{stream.name}>" if stream else f"stamp on {device}")
         return float(len(fake.log))
 
-    for module in (recorder, backward):
+    for module in (recording, run_trace):
         monkeypatch.setattr(module, "stamp", note)
     return fake
 
 
 def record_step(fake: FakeStreams) -> tuple[list[Event], Tensor]:
-    recording = Recording([CPU, META])
-    y = run_between_devices(fake, recording=recording)
+    made = Recording([CPU, META])
+    y = run_between_devices(fake, recording=made)
     torch.autograd.backward(y.sum())
-    return recording.events(), y
+    return made.events(), y
 
 
 def of(events: list[Event], kind: str) -> list[Event]:
@@ -107,10 +107,10 @@ def test_cuda_moments_have_the_devices_times(monkeypatch: pytest.MonkeyPatch) ->
         order.append("stamp")
         return first
 
-    monkeypatch.setattr(recorder, "stamp", note)
+    monkeypatch.setattr(recording, "stamp", note)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: order.append("synchronize"))
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
-    origin = recorder.Origin([CPU, cuda])
+    origin = recording.Origin([CPU, cuda])
     assert order == ["synchronize", "stamp"] and first.waited
     late: list[Any] = [FakeEvent(15.0), FakeEvent(35.0)]
     ten, thirty = (origin.date(event, cuda) for event in late)

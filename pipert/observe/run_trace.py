@@ -1,0 +1,317 @@
+"""Counts the runs of a pipe, and shows observers, recordings and profilers what each run does.
+
+Whether anybody watches is decided when a run begins. If nobody does, nothing is measured or made.
+
+``B[i,j]`` of a call is no function but autograd's walk through the nodes that ``F[i,j]`` made. It
+lasts from before the last of them until after the first, since autograd goes through the nodes of a
+thread in the reverse order, and begins no task before it is done with the one before
+(``autograd.order``). Hooks change nothing in the graph, and so nothing in what is computed.
+
+Counters change under a lock that a signal handler may take again and a forked child finds free. A
+child counts from zero: it has none of its parent's threads and runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import traceback
+import weakref
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+from torch.autograd.profiler import record_function
+
+from pipert._torch import backward_id, node_count, profiler_is_on, sequence_nr
+from pipert.autograd.leaves import is_cast_of_leaf, leaves_behind
+from pipert.observe.event import BACKWARD, KIND_OF, Event, Observer, RunInfo, TaskInfo
+from pipert.observe.recording import Recording, Span, stamp
+from pipert.queues.process_lock import ProcessLock
+from pipert.schedules.action import RECOMPUTE, Action
+from pipert.schedules.plan import Plan
+from pipert.workers.context import NOTHING
+
+_log = logging.getLogger("pipert")
+
+_counting = ProcessLock(reentrant=True)
+
+_UNDER_NSIGHT = "NSYS_PROFILING_SESSION_ID" in os.environ
+
+_OF_THE_PARTITION_BEFORE = ("_WaitBackward", "_RecomputeBackward")
+"""The nodes that any model makes as it copies a tensor, and that run on the device it comes from."""
+
+
+class RunTrace:
+    """What is seen of one run, from any thread.
+
+    References neither the run nor the pipe: recomputations outlive the run, and maybe the pipe.
+    """
+
+    def __init__(self, trace: Trace, run: RunInfo, is_step: bool, profiled: bool) -> None:
+        self.run = run
+        """What observers are told about the run."""
+        self.outcome = "cancelled"
+        """``'cancelled'`` until the run has succeeded or failed."""
+        self._trace = trace
+        self._is_step = is_step
+        self._observers = tuple(trace.observers.values())
+        self.recordings = trace.recordings
+        self.is_recorded = profiled or bool(self.recordings)
+        """Whether tasks are recorded, or shown to a profiler."""
+        self.is_watched = self.is_recorded or bool(self._observers)
+        """Whether anybody is told of tasks."""
+        for recording in self.recordings if is_step else ():
+            recording.steps.add(run.number)
+
+    def count_recomputation(self) -> None:
+        """Count a recomputation of the run."""
+        with _counting.current:
+            self._trace.recomputations += 1
+
+    def tell(self, about: Callable[[Observer], None]) -> None:
+        """Call ``about`` with each observer; drop an observer for which it raises."""
+        present = self._trace.observers
+        for observer in self._observers:
+            if id(observer) not in present:
+                continue  # removed meanwhile, or dropped
+            try:
+                about(observer)
+            except BaseException as error:  # noqa: B036
+                # What a signal handler raises on the main thread is not the observer's fault.
+                on_main_thread = threading.current_thread() is threading.main_thread()
+                if on_main_thread and not isinstance(error, Exception):
+                    raise
+                present.pop(id(observer), None)
+                text = traceback.format_exc()  # not the exception, which may keep tensors alive
+                _log.error("%r raised and is told nothing more: %s", observer, text)
+
+    def failed(self, action: Action, device: torch.device, error: BaseException) -> None:
+        """Tell observers that ``error`` of an action is about to be raised."""
+        task = self._task(action, device)
+        self.tell(lambda observer: observer.failed(task, error))
+
+    @contextlib.contextmanager
+    def task(self, action: Action, device: torch.device) -> Iterator[None]:
+        """Show all who watch that the block is a task."""
+        task, began = self._task(action, device), perf_counter()
+        event, shown = NOTHING, NOTHING
+        if self.is_recorded:
+            event = self.during(KIND_OF[action.kind], action.i, action.j, device)
+            shown = _range(str(action), device)
+        self.tell(lambda observer: observer.task_started(task))
+        try:
+            with event, shown:
+                yield
+        except BaseException as error:
+            if action.kind == RECOMPUTE and not self._is_step:  # else told when the call raises it
+                self.failed(action, device, error)
+            raise
+        finally:
+            seconds = perf_counter() - began
+            self.tell(lambda observer: observer.task_finished(task, seconds))
+
+    def _task(self, action: Action, device: torch.device) -> TaskInfo:
+        return TaskInfo(self.run.number, action.phase, action.j, action.i, device)
+
+    def knows(self, device: torch.device) -> bool:
+        """Return whether recordings can date stamps of ``device``."""
+        return all(recording.origin.knows(device) for recording in self.recordings)
+
+    def begin(
+        self, kind: str, i: int, j: int, device: torch.device,
+        clock: torch.device | None = None, stream: torch.cuda.Stream | None = None, **about: Any,
+    ) -> Span:  # fmt: skip
+        """Begin an event, which is shown once it has finished.
+
+        Args:
+            kind, i, j, device, about: the fields of the event.
+            clock: the device whose clock times it, by default ``device``.
+            stream: the stream that reads the clock, by default the current one.
+        """
+        event = Event(kind, i, j, device, 0.0, 0.0, self.run.number, **about)
+        clock = clock or device
+        span = Span(event, clock, stream, stamp(clock, stream))
+        for recording in self.recordings:
+            if recording.is_open:
+                recording.spans.append(span)
+        return span
+
+    @contextlib.contextmanager
+    def during(self, *event: Any, **about: Any) -> Iterator[None]:
+        """Record the block as an event; arguments are those of :meth:`begin`.
+
+        If that fails, the event ends only on CPU: on a CUDA device that has failed, asking for the
+        time fails as well, and the first error is the one that matters.
+        """
+        span = self.begin(*event, **about)
+        try:
+            yield
+        except BaseException:
+            if span.clock.type != "cuda":
+                span.finish()
+            raise
+        span.finish()
+
+    def watch_node(self, node: Node | None, *event: Any, **about: Any) -> None:
+        """Record the backward of one node as an event; arguments are those of :meth:`begin`."""
+        if node is not None:
+            _watch(node, node, partial(self.begin, *event, **about))
+
+    def watch_backward(
+        self, i: int, ys: Sequence[Tensor], parts: Sequence[tuple[int, int, torch.device]],
+        xs: Sequence[Node] = (),
+    ) -> None:  # fmt: skip
+        """Record ``B[i,j]`` of a call in each of the ``parts``.
+
+        Args:
+            i: the micro-batch.
+            ys: the outputs of the last part, just computed.
+            parts: for each partition the number of the first node made there, *j* and its device.
+            xs: the nodes that made the inputs of the first part.
+        """
+        firsts, last = [first for first, *_ in parts], node_count()
+        found: list[list[Node]] = [[] for _ in parts]
+        ends = {y.grad_fn for y in ys if y.grad_fn is not None}.difference(xs)
+        for node in leaves_behind(ends, stop=xs).nodes:
+            k = bisect_right(firsts, sequence_nr(node)) - 1
+            # A node of the caller's has a lower number, but the cast of a weight any number.
+            is_made_here = k >= 0 and sequence_nr(node) < last and not is_cast_of_leaf(node)
+            if is_made_here and type(node).__name__ not in _OF_THE_PARTITION_BEFORE:
+                found[k].append(node)
+        for (_, j, device), nodes in zip(parts, found, strict=True):
+            if nodes:
+                begin = partial(self._begin_backward, i, j, device)
+                _watch(max(nodes, key=sequence_nr), min(nodes, key=sequence_nr), begin)
+
+    def _begin_backward(self, i: int, j: int, device: torch.device) -> Span:
+        with _range(str(Action("B", i, j)), device):  # a mark: a range cannot end in another node
+            return self.begin(BACKWARD, i, j, device)
+
+
+@contextlib.contextmanager
+def _range(name: str, device: torch.device) -> Iterator[None]:
+    """Show the block in ``torch.profiler`` and, by NVTX, in Nsight Systems."""
+    on_cuda = device.type == "cuda"
+    if on_cuda:
+        torch.cuda.nvtx.range_push(name)  # type: ignore[no-untyped-call]
+    try:
+        with record_function(name):
+            yield
+    finally:
+        if on_cuda:
+            torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
+
+
+def _watch(first: Node, last: Node, begin: Callable[[], Span]) -> None:
+    """Record what ``begin`` begins, from before the ``first`` node to after the ``last``.
+
+    The hooks reference no tensors and no nodes.
+    """
+    spans: dict[int, Span] = {}  # by the number of the backward
+
+    def begins(*_: Any) -> None:
+        spans[backward_id()] = begin()
+
+    def ends(*_: Any) -> None:
+        span = spans.pop(backward_id(), None)
+        if span is not None:  # the backward begins in the middle, as torch.autograd.grad may
+            span.finish()
+
+    first.register_prehook(begins)
+    last.register_hook(ends)
+
+
+class Trace:
+    """The counters, observers and recordings of one pipe. Thread-safe."""
+
+    def __init__(self) -> None:
+        self.observers: dict[int, Observer] = {}
+        """By ``id``, since they may define equality. Safe for any thread and signal handler:
+        operations of a dict on one item are atomic."""
+        self.recordings: tuple[Recording, ...] = ()
+        self._reset()
+
+    def _reset(self) -> None:
+        self._pid = os.getpid()
+        self.runs = 0
+        self.recomputations = 0
+        self._ended: Counter[str] = Counter()  # by outcome
+        self.live: weakref.WeakSet[RunTrace] = weakref.WeakSet()
+
+    def _reset_in_child(self) -> None:
+        if self._pid != os.getpid():
+            self._reset()
+
+    def read(self) -> dict[str, int]:
+        """Return the fields of ``status.Statistics`` that are numbers.
+
+        An interrupt may keep the end of a run from being counted. Nobody holds its ``RunTrace``
+        then; so a run that is neither live nor ended in another way was cancelled.
+        """
+        with _counting.current:
+            self._reset_in_child()
+            live, succeeded = len(self.live), self._ended["succeeded"]
+            failed = self._ended["failed"]
+            return {
+                "runs": self.runs,
+                "in_flight": live,
+                "succeeded": succeeded,
+                "failures": failed,
+                "cancellations": self.runs - live - succeeded - failed,
+                "recomputations": self.recomputations,
+            }
+
+    @contextlib.contextmanager
+    def open(self, plan: Plan) -> Iterator[RunTrace]:
+        """Count a run of ``plan``, and tell observers when it begins and ends."""
+        profiled = _UNDER_NSIGHT or profiler_is_on()
+        with _counting.current:
+            self._reset_in_child()
+            info = RunInfo(self.runs, plan.m, plan.n)
+            run = RunTrace(self, info, plan.goes_back, profiled)
+            self.runs += 1
+            self.live.add(run)
+        began = perf_counter()
+        try:
+            if run.is_watched:
+                run.tell(lambda observer: observer.run_started(info))
+            yield run
+        finally:
+            seconds, outcome = perf_counter() - began, run.outcome
+            with _counting.current:
+                self.live.discard(run)
+                self._ended[outcome] += 1
+            for recording in run.recordings if outcome != "succeeded" else ():
+                recording.failed.add(info.number)
+            if run.is_watched:
+                run.tell(lambda observer: observer.run_finished(info, seconds, outcome))
+
+    def add_observer(self, observer: Observer) -> None:
+        """Tell ``observer`` about all runs that begin from now on."""
+        if not isinstance(observer, Observer):
+            raise TypeError(f"an observer must be a pipert.Observer, got {observer!r}")
+        self.observers[id(observer)] = observer
+
+    def remove_observer(self, observer: Observer) -> None:
+        """Stop telling ``observer`` about runs."""
+        self.observers.pop(id(observer), None)
+
+    def start_recording(self, recording: Recording) -> None:
+        """Record the runs that begin from now on."""
+        with _counting.current:
+            self.recordings = (*self.recordings, recording)
+
+    def stop_recording(self, recording: Recording) -> None:
+        """Record no further run, and no more of those in flight."""
+        with _counting.current:
+            self.recordings = tuple(one for one in self.recordings if one is not recording)
+        recording.close()
