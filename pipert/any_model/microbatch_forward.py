@@ -48,7 +48,7 @@ from typing import Any
 from torch import nn
 
 from pipert._typing import Value
-from pipert.any_model.around_layers import AroundLayers, ModelRun
+from pipert.any_model.current_partition import CurrentPartition, ModelRun
 from pipert.any_model.hand_off import POLL, HandOff
 from pipert.batch.microbatch import Arguments, explain_mapping
 from pipert.errors import NestedCheckpointError, PipeClosedError, PipertError, add_note
@@ -87,7 +87,7 @@ class MicroBatchForward:
         self._n = model_run.run.plan.n
         self._x = x
         self._release = release  # takes back the thread
-        self._around = AroundLayers(model_run, i)
+        self._current = CurrentPartition(model_run, i)
         self._stage: Stage | None = None
         self._hand_off = HandOff(self._n)
         self._ended = Latch(1)
@@ -157,7 +157,7 @@ class MicroBatchForward:
         here.interceptor, here.around = self, self._layers.around
         begin_microbatch(self.i)
         try:
-            return self._around.run(stage, self._forward, x)
+            return self._current.run(stage, self._forward, x)
         except BaseException as error:
             if self._stage is not None:
                 self._stage.place.note(error, Action(FORWARD, self.i, self.j))
@@ -187,7 +187,7 @@ class MicroBatchForward:
             if module is self._model:
                 self._note_call_of_model()
             if module in self._layers.encoders:
-                call = partial(self._around.call_encoder, call)
+                call = partial(self._current.call_encoder, call)
             return call(*args, **kwargs)
         if self._context.grad_enabled and self.j < self._n - 1:
             before, self._checkpoint = self._checkpoint, checkpoint_around()
@@ -200,9 +200,9 @@ class MicroBatchForward:
             raise Unwound
         self._is_in_layer = True
         try:
-            return self._around.call(layer, call, args, kwargs)
+            return self._current.call(layer, call, args, kwargs)
         except BaseException as error:
-            add_note(error, partial(self._around.note_of_call, layer, args, kwargs))
+            add_note(error, partial(self._current.note_of_call, layer, args, kwargs))
             raise
         finally:
             self._is_in_layer = False
@@ -223,7 +223,7 @@ class MicroBatchForward:
         if os.getpid() != self._pid:  # P5: no worker hands off there
             raise PipertError("a child that was forked in a forward cannot go on through the pipe")
         stage = self._current_stage()
-        self._around.end()
+        self._current.end()
         try:
             self.j = j
             stage.links.y.send(self.i, ())
@@ -233,7 +233,7 @@ class MicroBatchForward:
         except BaseException as error:  # from outside, and the model may catch it
             self._fail(error)
             raise
-        self._around.begin(self._current_stage())
+        self._current.begin(self._current_stage())
 
     def _current_stage(self) -> Stage:
         """Return the stage that has handed off; unwind, maybe again, if no other will."""
@@ -251,7 +251,7 @@ class MicroBatchForward:
 
     def _settle(self) -> None:
         if self._unsettled.take() is not None:
-            self._around.clear()
+            self._current.clear()
             self._checkpoint = None
             self._release(self)
             self._ended.arrive()

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from pipert._typing import Value
-from pipert.any_model.around_layers import ModelRun
+from pipert.any_model.current_partition import ModelRun
 from pipert.any_model.microbatch_forward import MicroBatchForward
 from pipert.any_model.microbatch_thread import MicroBatchThreads
 from pipert.any_model.model_layers import ModelLayers

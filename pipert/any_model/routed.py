@@ -26,7 +26,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -35,32 +35,9 @@ from torch import Tensor, nn
 from pipert._torch import backward_id
 from pipert._typing import Value
 from pipert.any_model.added_losses import LossesAddUp
-from pipert.batch.joining import JoinNumbers
 from pipert.batch.microbatch import Replicate
 from pipert.batch.tensors import describe, tensors_of
-from pipert.layers.intercepted import (
-    Guest,
-    calls_of,
-    here,
-    intercept,
-    is_unseen,
-    release,
-)
-
-
-class Runs(Protocol):
-    """A pipe, as far as calls of its model need it: see ``ModulePipe``."""
-
-    chunks: int
-
-    def is_inside(self) -> bool: ...
-    def splits_or_recomputes(self, in_one: bool = False) -> bool: ...
-
-    def call_model(
-        self, call: Callable[..., Value], args: Any, kwargs: dict[str, Any],
-        why_in_one: str, join_numbers: JoinNumbers, seconds: float | None,
-    ) -> Value: ...  # fmt: skip
-
+from pipert.layers.intercepted import Guest, calls_of, here, intercept, is_unseen, release
 
 _routed: WeakKeyDictionary[nn.Module, weakref.ref[Routed]] = WeakKeyDictionary()
 
@@ -70,12 +47,12 @@ class Routed(Guest):
 
     Args:
         module: the model.
-        pipe: its pipe, which so lives as long as the model, or until it is closed.
+        pipe: its ``ModulePipe``, which so lives as long as the model, or until it is closed.
     """
 
-    def __init__(self, module: nn.Module, pipe: Runs) -> None:
+    def __init__(self, module: nn.Module, pipe: Any) -> None:
         self._module = module
-        self._pipe: Runs | None = pipe
+        self._pipe = pipe
         self.own = module.__dict__.get("forward")
         self._has_warned = False
         self.losses = LossesAddUp()
@@ -138,7 +115,7 @@ class Routed(Guest):
         return y if first is None else _on(first.device, y)
 
     def run_in(
-        self, pipe: Runs, call: Callable[..., Any], args: Any, kwargs: dict[str, Any],
+        self, pipe: Any, call: Callable[..., Any], args: Any, kwargs: dict[str, Any],
         seconds: float | None = None,
     ) -> Any:  # fmt: skip
         """Call the module in its pipe, as ``call`` does for each micro-batch."""
@@ -165,7 +142,7 @@ class Routed(Guest):
         y = self.losses.take(check, run)
         return self.run_in(pipe, call, args, kwargs, seconds) if y is None else y
 
-    def warn_of_loss(self, pipe: Runs) -> None:
+    def warn_of_loss(self, pipe: Any) -> None:
         """Warn once of a loss that is computed in one micro-batch."""
         if not self._has_warned and torch.is_grad_enabled() and pipe.chunks > 1:
             warnings.warn(

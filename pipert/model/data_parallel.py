@@ -11,6 +11,7 @@ from itertools import chain
 
 from torch import nn
 
+from pipert._torch import backward_hooks
 from pipert.layers.modules import modules_of
 
 _SHARDED = (
@@ -61,7 +62,7 @@ def refuse_gradients_of_rows(partitions: Iterable[nn.Module]) -> None:
         RuntimeError: a weight has the attribute.
     """
     for part in chain.from_iterable(map(modules_of, partitions)):
-        for weight in part._parameters.values() if part._forward_hooks else ():
+        for weight in part._parameters.values() if any(backward_hooks(part)) else ():
             if hasattr(weight, "grad_sample"):
                 raise RuntimeError(
                     "weights have a grad_sample, as Opacus computes it for each row of a batch, "

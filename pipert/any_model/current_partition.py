@@ -1,14 +1,17 @@
-"""What is done around the layers and the own code of one micro-batch's ``forward``.
+"""What is in effect while a micro-batch is in a partition, and how layers are called there.
 
 A :class:`.MicroBatchForward` decides when a partition begins and ends, and which calls are calls of
-layers; here is what is done then: devices, random numbers, checkpointing, boundary tensors,
-recordings.
+layers; here is what is done then. A call of a layer
+
+1. brings its arguments to the partition, as boundary tensors (``intercept``);
+2. is noted: for random numbers, and since a norm must not be called in several partitions;
+3. gets copies of the weights that live on another device (on GPUs);
+4. is recorded as a segment, if ``R[i,j]`` is to repeat it (``checkpointed_calls``).
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Sized
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -95,8 +98,8 @@ class ModelRun:
             self.step.ledger.graphs.clear()
 
 
-class AroundLayers:
-    """What is done around the layers of micro-batch ``i``, on its thread."""
+class CurrentPartition:
+    """The partition that micro-batch ``i`` is in. Used on its thread."""
 
     def __init__(self, model_run: ModelRun, i: int) -> None:
         self._model_run = model_run
@@ -116,54 +119,49 @@ class AroundLayers:
 
     def run(self, stage: Stage, forward: Callable[[Value], Value], x: Value) -> Value:
         """Run ``forward`` on ``x``, beginning in ``stage``; return what the last stage sends."""
-        with self._context(), self._block:
-            return self._run(stage, forward, x)
-
-    @contextlib.contextmanager
-    def _context(self) -> Iterator[None]:
-        """Put the ``forward`` into its context, from its beginning to its end."""
         shared = self._model_run
         notes = NOTHING if shared.stats is None else shared.stats.collecting()
         # Gradients that it asks for make nodes on this thread, with its numbers, on GPUs too.
         cuts = self._graph is not None and self._copies is not None
         numbers = torch.autograd.set_multithreading_enabled(False) if cuts else NOTHING
-        with notes, numbers:
-            yield
+        with notes, numbers, self._block:
+            return self._run(stage, forward, x)
 
     def _run(self, stage: Stage, forward: Callable[[Value], Value], x: Value) -> Value:
-        shared = self._model_run
+        shared, intercept = self._model_run, self._intercept
         begin_numbers(shared.first_node)
         self.begin(stage)
         own = x if shared.run.plan.m == 1 else None
-        x = x if self._intercept is None else self._intercept.enter_inputs(x)
+        x = x if intercept is None else intercept.enter_inputs(x)
         before = {} if x is own else _sizes(x)
-        if self._intercept is None:
+        with NOTHING if intercept is None else intercept:
             y = forward(x)
-        else:
-            with self._intercept:
-                y = forward(x)
         if shared.step is None or shared.run.function is None:
             _refuse_filled(x, before)
         elif self._i == shared.run.plan.m - 1 and not shared.called_in:
             raise RuntimeError(
                 "step called no layer of the model that is in the pipe; call pipe.module, no copy"
             )
-        if self._intercept is not None:
+        if intercept is not None:
             if shared.parameters is not None:
                 shared.parameters.refuse_functions(y)
-            y = map_tensors(y, self._intercept.bring)
-            if (cut := self._stage.step_boundary) is not None and self._graph is not None:
-                with self._intercept:
-                    loss = cut.compute_loss(self._i, y)
-                if loss.requires_grad:
-                    cut.step.ledger.graphs[self._i, self._stage.place.j].loss = loss
-                y = ()
+            y = map_tensors(y, intercept.bring)
+            if self._graph is not None:
+                self._compute_loss(intercept, y)
         self.end()
         if self._graph is not None:
-            return y
+            return ()
         if self._parts:
             shared.run.trace.watch_backward(self._i, differentiable(y)[0], self._parts)
         return self._stage.boundary.leave(self._i, y, None)
+
+    def _compute_loss(self, intercept: Intercept, y: Value) -> None:
+        stage = self._stage
+        assert stage.step_boundary is not None
+        with intercept:
+            loss = stage.step_boundary.compute_loss(self._i, y)
+        if loss.requires_grad:
+            stage.step_boundary.step.ledger.graphs[self._i, stage.place.j].loss = loss
 
     def begin(self, stage: Stage) -> None:
         """Begin the partition of ``stage``, which has been handed off."""
@@ -217,10 +215,10 @@ class AroundLayers:
     def call(self, layer: ModelLayer, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a layer in the current partition."""
         if self._intercept is None:
-            return self._call(layer, call, args, kwargs)
+            return self._compute(layer, call, args, kwargs)
         with Paused(self._intercept):
             args, kwargs = self._intercept.bring_all(args, kwargs)
-            y = self._call(layer, call, args, kwargs)
+            y = self._compute(layer, call, args, kwargs)
             if self._copies is not None:
                 self._copies.settle(y)
         return y
@@ -236,7 +234,8 @@ class AroundLayers:
             args, kwargs = self._intercept.bring_all(args, kwargs)
             return call(*args, **kwargs)
 
-    def _call(self, layer: ModelLayer, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _compute(self, layer: ModelLayer, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call a layer whose arguments are here."""
         shared, stage = self._model_run, self._stage
         self._rng.note_call(layer.module)
         if shared.called_in.setdefault(layer.module, stage.place.j) != stage.place.j:
@@ -244,21 +243,35 @@ class AroundLayers:
         if layer.is_compiled:
             call = partial(call_compiled, call)
         if shared.parameters is not None:
-            modules = [x for x in (*args, *kwargs.values()) if isinstance(x, nn.Module)]
-            for used in (layer, *filter(None, map(shared.layers.get, modules))):
-                shared.layers.move_on_first_call(used, stage)
-                shared.called_in.setdefault(used.module, stage.place.j)
-            layers = [layer.module, *modules]
-            call = shared.parameters.wrap(stage.place.j, layers, call, self._copy_of)
-        # What works in place, in torch.utils.checkpoint or in a transform, keeps what it saves.
-        if self._segments is not None and torch.is_grad_enabled() and not (
-            layer.is_in_place or is_in_checkpoint() or is_transformed()
-        ) and stage.layers.recomputes(layer.module):
-            stage.layers.refuse_replaced(layer.module)
-            compute = partial(stage.layers.call_layer, self._i, layer.module, layer.name, call)
-            drawing = self._rng.replay_from_here() if shared.draws else None
-            return checkpointed_call(self._segments, layer.name, compute, drawing, args, kwargs)
-        return call(*args, **kwargs)
+            call = self._with_copies(shared.parameters, layer, call, (*args, *kwargs.values()))
+        if not (
+            self._segments is not None
+            and torch.is_grad_enabled()
+            # What works in place, in torch.utils.checkpoint or in a transform, keeps what it saves.
+            and not layer.is_in_place
+            and not is_in_checkpoint()
+            and not is_transformed()
+            and stage.layers.recomputes(layer.module)
+        ):
+            return call(*args, **kwargs)
+        stage.layers.refuse_replaced(layer.module)
+        compute = partial(stage.layers.call_layer, self._i, layer.module, layer.name, call)
+        drawing = self._rng.replay_from_here() if shared.draws else None
+        return checkpointed_call(self._segments, layer.name, compute, drawing, args, kwargs)
+
+    def _with_copies(
+        self, parameters: ParameterCopies, layer: ModelLayer, call: Callable[..., Any], given: Any
+    ) -> Callable[..., Any]:
+        """Return ``call``, made to use copies of what lives elsewhere, of modules given to it, too.
+
+        What has never been called before is moved here instead.
+        """
+        shared, j = self._model_run, self._stage.place.j
+        modules = [x for x in given if isinstance(x, nn.Module)]
+        for used in (layer, *filter(None, map(shared.layers.get, modules))):
+            shared.layers.move_on_first_call(used, self._stage)
+            shared.called_in.setdefault(used.module, j)
+        return parameters.wrap(j, [layer.module, *modules], call, self._copy_of)
 
     def note_of_call(self, layer: ModelLayer, args: Any, kwargs: dict[str, Any]) -> str:
         """Return the note for an error that ``layer`` raised."""
