@@ -123,8 +123,8 @@ TIME_FIRST: dict[str, Callable[..., nn.Module]] = {
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor")
 @pytest.mark.parametrize("kind", TIME_FIRST)
 def test_a_layer_that_takes_time_first_is_named_with_a_remedy(kind: str) -> None:
+    model = nn.Sequential(nn.Identity(), TIME_FIRST[kind]())
     with pytest.warns(NotBatchFirstWarning, match=r"'1.*batch_first=True") as caught:
-        model = nn.Sequential(nn.Identity(), TIME_FIRST[kind]())
         Pipe(model, [2], devices=["cpu"]).close()
     assert [warning.filename for warning in caught] == [__file__]
     assert NotBatchFirstWarning not in warned(TIME_FIRST[kind](batch_first=True))
