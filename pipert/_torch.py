@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import importlib
 import operator
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -276,6 +277,20 @@ is_traced_by_fx: Flag = _or(lambda: False, "torch.fx._symbolic_trace:is_fx_symbo
 """Before torch 2.14 also true while others compile; the fallback lets torch refuse a call then."""
 watcher: Get = _or(lambda: None, "torch._C:_dynamo.eval_frame.get_eval_frame_callback")
 """What torch.compile watches this thread with. The fallback lets it watch a pipe."""
+
+
+def compile_lock() -> Any:
+    """Return the lock that dynamo compiles under, if it is loaded, or a block of no effect."""
+    dynamo = sys.modules.get("torch._dynamo.convert_frame")
+    return getattr(dynamo, "compile_lock", None) or nullcontext()
+
+
+def is_autograd_compiled() -> bool:
+    """Whether compiled autograd is on. If torch differs, it is not."""
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    return getattr(module, "compiled_autograd_enabled", False) is True
+
+
 _or(True, "_cache_enabled", parametrize)
 is_caching_parametrizations: Flag = partial(getattr, parametrize, "_cache_enabled", True)
 """Whether ``torch.nn.utils.parametrize.cached`` may be on."""

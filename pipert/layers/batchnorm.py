@@ -1,8 +1,7 @@
 """Takes care of layers that depend on the whole mini-batch, above all of BatchNorm.
 
 *Deferred batch normalisation* updates running statistics once per mini-batch; of other layers
-whose micro-batches give something else there is a warning (``tests/layers/test_whole_batch.py``
-has tried all layers of ``torch.nn``).
+whose micro-batches give something else there is a warning.
 
 Each micro-batch is normalised by its own statistics, as in data parallelism (the footnote in
 section 2 of the paper). By default each would also update the running statistics, so that a

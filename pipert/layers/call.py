@@ -52,7 +52,7 @@ class Layers:
     """Whether tasks have random numbers of their own."""
 
     __slots__ = (
-        "_compiled", "_context", "_effects", "_layers", "_partition", "_place", "_skips",
+        "_calls", "_context", "_effects", "_layers", "_partition", "_place", "_skips",
         "_snapshot", "_trace", "copies",
     )  # fmt: skip
 
@@ -75,8 +75,12 @@ class Layers:
         self.copies: ParameterCopies | None = None
         """The copies that layers compute with, of parameters that live on other devices."""
         self._snapshot: Snapshot | None = None
-        may_be = "torch._dynamo" in sys.modules
-        self._compiled = {layer for layer in partition if is_compiled(layer)} if may_be else set()
+        self._calls: list[Any] = self._layers
+        if "torch._dynamo" in sys.modules:
+            self._calls = [
+                partial(call_compiled, layer) if is_compiled(layer) else layer
+                for layer in partition
+            ]
 
     def segments(self, i: int) -> Segments:
         """Begin to checkpoint micro-batch ``i`` in its forward."""
@@ -111,7 +115,7 @@ class Layers:
                 if segments is None or self._layers[start] in exempt:
                     value = first(value)
                 else:
-                    rng = current_task()
+                    rng = current_task() if self.draws else None
                     drawing = None if rng is None else rng.replay_from_here()
                     rest = list(self._partition._modules.items())[stop:]
                     name = f"the input of {describe_layer(*rest[0])}" if rest else ""
@@ -138,10 +142,7 @@ class Layers:
             of_task.set(store)
         done = start
         try:
-            for layer in self._layers[start:stop]:
-                call: Any = layer
-                if layer in self._compiled:
-                    call = partial(call_compiled, call)
+            for layer, call in zip(self._layers[start:stop], self._calls[start:stop], strict=True):
                 if self.copies is not None:
                     call = self.copies.wrap(self._place.j, [layer], call)
                 if layer in buffers:

@@ -21,7 +21,6 @@ the same moment. The rules:
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -29,7 +28,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from pipert._torch import is_traced_by_fx, is_traced_by_jit, watcher
+from pipert._torch import (
+    compile_lock,
+    is_autograd_compiled,
+    is_traced_by_fx,
+    is_traced_by_jit,
+    watcher,
+)
 from pipert._typing import Value
 from pipert.autograd.checkpoint import refuse_compiled_autograd
 from pipert.autograd.thread_locals import get_thread_local, set_thread_local
@@ -37,7 +42,6 @@ from pipert.batch.tensors import differentiable
 from pipert.errors import TransformError
 from pipert.layers.intercepted import compiled_call
 from pipert.layers.modules import modules_of
-from pipert.workers.context import NOTHING
 
 
 def refuse_compilation(is_step: bool = False) -> None:
@@ -48,21 +52,15 @@ def refuse_compilation(is_step: bool = False) -> None:
     Raises:
         TransformError: the call is one of these.
     """
-    if torch.compiler.is_exporting() or is_traced_by_jit():
-        by = "torch.export" if torch.compiler.is_exporting() else "torch.jit.trace"
+    is_traced = torch.compiler.is_exporting() or is_traced_by_jit()
+    if is_traced or torch.compiler.is_dynamo_compiling() or callable(watcher()):
         raise TransformError(
-            f"{by} got a pipe, whose threads it does not see. Give it the layers: the plain "
-            "module, or nn.Sequential(*pipe), after moving them to one device if there are several"
+            "a pipe was called inside of torch.compile, torch.export or torch.jit.trace, which do "
+            "not see its threads. Compile each layer, then wrap: Pipe(nn.Sequential("
+            "*[torch.compile(layer) for layer in module]), ...); in a compiled function of yours, "
+            "call torch.compiler.disable(pipe). Export the plain module, or nn.Sequential(*pipe)"
         )
-    if torch.compiler.is_dynamo_compiling() or callable(watcher()):
-        raise TransformError(
-            "a pipe was called inside of torch.compile, which does not see the threads of the pipe "
-            "and would leave its layers uncompiled. Compile each layer, then wrap: "
-            "Pipe(nn.Sequential(*[torch.compile(layer) for layer in module]), ...). In a compiled "
-            "function of yours, call torch.compiler.disable(pipe)"
-        )
-    now = sys.modules.get("torch._dynamo.compiled_autograd")
-    if is_step and torch.is_grad_enabled() and getattr(now, "compiled_autograd_enabled", False):
+    if is_step and torch.is_grad_enabled() and is_autograd_compiled():
         refuse_compiled_autograd()
 
 
@@ -83,7 +81,7 @@ def is_compiled_itself(module: nn.Module) -> bool:
 def call_compiled(call: Callable[..., Value], *args: Any, **kwargs: Any) -> Value:
     """Call a compiled layer whose backward may run at the same time as other partitions'."""
     if is_traced_by_fx():  # so torch would refuse to call it, before 2.14
-        with getattr(sys.modules.get("torch._dynamo.convert_frame"), "compile_lock", NOTHING):
+        with compile_lock():
             pass  # another thread has compiled
     makers = [x.grad_fn for x in differentiable((args, kwargs))[0]]
     value = call(*args, **kwargs)

@@ -1,7 +1,4 @@
-"""Tests concurrent calls and steps, nested pipes and asyncio, while some of them fail.
-
-``tests/faults/test_callers.py`` has what is about calls alone.
-"""
+"""Tests concurrent calls and steps, nested pipes and asyncio, while some of them fail."""
 
 from __future__ import annotations
 

@@ -7,7 +7,6 @@ threads and autograd's. Their errors propagate unchanged and leave nothing behin
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Callable
 from typing import Any
 
@@ -109,28 +108,6 @@ def test_an_error_in_a_parameters_hook_is_raised(
 # Several tasks at once ----------------------------------------------------------------------------
 
 
-def drawn_tasks(seed: int) -> tuple[int, int, list[tuple[int, int]]]:
-    """Draws ``m``, ``n`` and some tasks in schedule order: by diagonals, then by ``j``."""
-    draw = random.Random(f"several, {seed}")
-    m, n = draw.randint(2, 5), draw.randint(2, 3)
-    every = [(i, j) for i in range(m) for j in range(n)]
-    tasks = draw.sample(every, draw.randint(2, len(every)))
-    return m, n, sorted(tasks, key=lambda task: (sum(task), task[1]))
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_the_first_of_several_failing_recomputations_to_run_is_raised(seed: int) -> None:
-    m, n, tasks = drawn_tasks(seed)
-    setting = Setting(n, m, "always")
-    for k, (i, j) in enumerate(reversed(tasks)):
-        if j == n - 1:
-            setting.site.arm("recomputation", i, j, KINDS[k % len(KINDS)]("one of several"))
-    if setting.site.first is None:
-        setting.site.arm("recomputation", m - 1, n - 1, Failure("one of one"))
-    with setting.pipe:
-        assert wrongs_of(setting, setting.step, "in recomputation R[") == []
-
-
 # In a task, but outside of its layers -------------------------------------------------------------
 
 
@@ -147,29 +124,6 @@ def test_an_error_in_a_task_outside_its_layers_names_the_task(
     with setting.pipe:
         note = f"in forward F[1,{j}]: partition {j} on cpu, micro-batch 1 of 3"
         assert wrongs_of(setting, setting.step, note) == []
-
-
-@pytest.mark.layered  # values are flattened inside of layers
-@pytest.mark.parametrize("kind", [Failure, KeyboardInterrupt, torch.OutOfMemoryError])
-def test_an_error_in_a_recomputation_outside_its_layers_names_the_recomputation(
-    kind: type[BaseException],
-) -> None:
-    setting = Setting(2, 3, "always", skips=True)
-    setting.site.arm("pop in recomputation", 1, -1, kind("outside of layers"))
-    with setting.pipe:
-        note = "in recomputation R[1,1]: partition 1 on cpu, micro-batch 1 of 3"
-        assert wrongs_of(setting, setting.step, note) == []
-
-
-def test_the_error_of_a_recomputation_with_a_modified_input_names_it() -> None:
-    layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    x = torch.rand(4, 2)
-    with Pipe(layers, [1, 1], devices=["cpu"] * 2, chunks=1, checkpoint="always") as pipe:
-        loss = pipe(x).sum()
-        x.zero_()
-        with pytest.raises(RuntimeError, match="modified in place") as info:
-            loss.backward()
-    assert any("R[0,0]" in note for note in getattr(info.value, "__notes__", []))
 
 
 # Errors that cannot be noted on -------------------------------------------------------------------

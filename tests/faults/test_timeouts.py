@@ -11,11 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipert import Pipe, PipelineTimeout, PipertError, WorkerBusyError
+from pipert import Pipe, PipelineTimeout, WorkerBusyError
 from tests.activations import Activations, until
 from tests.callers import Caller
-from tests.faults.stuck import SHORT, WAIT, WHERES, Blocks, Stuck
-from tests.skips import popping, stashing
+from tests.faults.stuck import SHORT, WAIT, WHERES, Stuck
 
 MODES = ("always", "except_last", "never")
 
@@ -36,11 +35,6 @@ def test_a_call_ends_after_a_timeout_of_its_own() -> None:
         stuck.times_out(lambda: stuck.pipe(stuck.x, timeout=SHORT))
 
 
-def test_the_timeout_of_a_call_replaces_that_of_the_pipe() -> None:
-    with Stuck(timeout=600.0) as stuck:
-        stuck.times_out(lambda: stuck.pipe(stuck.x, timeout=SHORT))
-
-
 def test_a_copy_of_a_pipe_has_its_timeout() -> None:
     with Pipe(nn.Sequential(nn.Identity()), [1], devices=["cpu"], timeout=7.0) as pipe:
         for other in (copy.deepcopy(pipe), pickle.loads(pickle.dumps(pipe))):
@@ -48,8 +42,8 @@ def test_a_copy_of_a_pipe_has_its_timeout() -> None:
             other.close()
 
 
-NOT_POSITIVE = [0, 0.0, -1, -0.5, float("nan"), float("-inf")]
-NO_NUMBERS = ["1", "", [1.0], 1j]
+NOT_POSITIVE = [0, -0.5, float("nan")]
+NO_NUMBERS = ["1", 1j]
 
 wrong = pytest.mark.parametrize(
     ("timeout", "kind"),
@@ -96,13 +90,6 @@ def table_of(error: PipelineTimeout) -> list[str]:
 # What it says -------------------------------------------------------------------------------------
 
 
-def test_the_error_is_one_of_pipert_and_a_timeout() -> None:
-    with Stuck() as stuck:
-        assert isinstance(stuck.times_out(), PipertError | TimeoutError)
-    assert issubclass(PipelineTimeout, PipertError) and issubclass(PipelineTimeout, TimeoutError)
-    assert issubclass(WorkerBusyError, PipertError)
-
-
 @wheres
 def test_the_error_says_which_worker_is_stuck_in_which_task_and_function(where: str) -> None:
     with Stuck(i=2, j=1, where=where) as stuck:
@@ -110,13 +97,6 @@ def test_the_error_says_which_worker_is_stuck_in_which_task_and_function(where: 
     (row,) = [line.split() for line in table_of(error) if line.startswith("pipert-cpu-1 ")]
     assert row[:4] == ["pipert-cpu-1", "1", "2", stuck.phase] and float(row[4]) > 0
     assert "in never_returns" in str(error).partition("pipert-cpu-1 was at")[2]
-
-
-def test_the_errors_table_has_a_row_for_the_waiting_worker() -> None:
-    with Stuck(i=0, j=0) as stuck:  # so that the other one never has an input
-        lines = table_of(stuck.times_out(shows="waiting for input"))
-    (row,) = [line for line in lines if line.startswith("pipert-cpu-1 ")]
-    assert "waiting for input" in row
 
 
 def test_the_error_shows_the_stacks_of_executing_workers_only() -> None:
@@ -168,15 +148,6 @@ def test_the_next_step_is_right_when_the_worker_is_back(
         assert stuck.is_right()
 
 
-def test_workers_that_waited_for_an_input_are_free_at_once() -> None:
-    with Stuck(i=0, j=0, n=3) as stuck:
-        stuck.times_out()
-        pool = stuck.pipe._runtime.pool
-        assert until(lambda: all(worker.doing is None for worker in pool.statistics()[1:]))
-        assert all(w.queue_depth == 0 for w in stuck.pipe.statistics().workers[1:])
-        assert stuck.pipe.statistics().workers[0].doing is not None
-
-
 # What is kept -------------------------------------------------------------------------------------
 
 
@@ -199,16 +170,6 @@ def test_no_activation_of_the_call_is_left_when_the_worker_is_back(
         assert until(lambda: not now(seen)), now(seen)
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_only_the_input_of_the_stuck_task_is_kept_meanwhile(
-    mode: Callable[[], Any], no_gc: None
-) -> None:
-    seen: dict[int, Activations] = {}
-    with Stuck(i=1, j=1, m=4, seen=seen) as stuck, mode():
-        stuck.times_out()
-        assert until(lambda: now(seen) == {1: 1}), now(seen)
-
-
 @pytest.mark.parametrize("where", WHERES[1:])
 def test_only_the_micro_batch_in_the_stuck_layer_of_a_step_is_kept_meanwhile(
     where: str, no_gc: None
@@ -219,36 +180,3 @@ def test_only_the_micro_batch_in_the_stuck_layer_of_a_step_is_kept_meanwhile(
         assert until(lambda: sum(now(seen).values()) <= 4)  # what it got, and what it has saved
         stuck.let_go()
         assert until(lambda: not now(seen)), now(seen)
-
-
-def test_no_unpopped_skip_is_kept_meanwhile(no_gc: None) -> None:
-    seen = Activations()
-    layer = Blocks(at=0)
-    first = stashing(make=lambda x: seen.add(x * 2))
-    model = nn.Sequential(first, layer, popping())
-    x = torch.arange(6.0).reshape(3, 2) @ torch.tensor([[0.5, 0.0, 0.0], [0.0, 1.0, 1.0]])
-    pipe = Pipe(model, [1, 1, 1], devices=["cpu"] * 3, chunks=3)
-    with pipe, torch.no_grad():
-        with pytest.raises(PipelineTimeout):
-            pipe(x, timeout=0.2)
-        assert seen.left() == 0
-        layer.go_on.set()
-        assert until(lambda: all(w.doing is None for w in pipe.statistics().workers))
-
-
-def test_a_call_that_was_given_up_updates_no_running_statistics() -> None:
-    norm = nn.BatchNorm1d(3)
-    layer = Blocks(at=2)
-    model = nn.Sequential(norm, layer)
-    rows = torch.tensor([[float(k // 2), k, -k] for k in range(6)])
-    norm.eval()
-    with Pipe(model, [1, 1], devices=["cpu"] * 2, chunks=3, deferred_batch_norm=True) as pipe:
-        pipe.train()
-        norm.weight.data.fill_(0.0)  # hands on its bias, which is no row number
-        norm.bias.data = torch.tensor([2.0, 1.0, 1.0])
-        before = {name: value.clone() for name, value in norm.state_dict().items()}
-        with pytest.raises(PipelineTimeout):
-            pipe(rows, timeout=0.2)
-        layer.go_on.set()
-        assert until(lambda: all(w.doing is None for w in pipe.statistics().workers))
-        assert all(torch.equal(norm.state_dict()[name], value) for name, value in before.items())

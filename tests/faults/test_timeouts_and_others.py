@@ -5,24 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import threading
-from collections.abc import Callable, Iterator
 from unittest import TestCase
 
 import pytest
 import torch
 from torch import nn
 
-from pipert import (
-    Pipe,
-    PipeClosedError,
-    PipelineTimeout,
-    WorkerBusyError,
-)
+from pipert import Pipe, PipeClosedError, PipelineTimeout
 from tests.callers import Caller
-from tests.faults.everywhere import strides, sweep
 from tests.faults.stuck import SHORT, WAIT, WHERES, Stuck
-from tests.test_exit import PRELUDE, run
+from tests.test_exit import run
 
 # Other callers ------------------------------------------------------------------------------------
 
@@ -38,60 +30,7 @@ def test_a_call_without_a_timeout_that_was_in_flight_gets_its_rows() -> None:
         assert stuck.is_right()
 
 
-def test_infinity_lifts_the_limit_of_the_pipe_for_a_call() -> None:
-    with Stuck(timeout=SHORT) as stuck:
-        patient = Caller(lambda: stuck.pipe(stuck.x, timeout=float("inf")))
-        assert stuck.layer.entered.wait(WAIT)
-        with pytest.raises(PipelineTimeout):
-            stuck.pipe(stuck.x)
-        stuck.let_go()
-        patient.result()
-
-
 # Interrupts ---------------------------------------------------------------------------------------
-
-
-class Interrupt(BaseException):
-    """The exception of these tests' signal handler, in place of KeyboardInterrupt."""
-
-
-@pytest.fixture
-def interrupt() -> Iterator[Callable[[], None]]:
-    """Interrupts the main thread, once; called by another thread."""
-    due: list[bool] = []
-    handled = threading.Event()
-
-    def handle(*_: object) -> None:
-        if due:
-            due.clear()
-            handled.set()
-            raise Interrupt
-
-    def send() -> None:
-        main = threading.main_thread().ident or 0
-        due.append(True)
-        for _ in range(200):  # CPython misses one that comes just before it blocks
-            signal.pthread_kill(main, signal.SIGUSR1)
-            if handled.wait(0.05):
-                return
-
-    old = signal.signal(signal.SIGUSR1, handle)
-    yield send
-    signal.signal(signal.SIGUSR1, old)
-
-
-@pytest.mark.slow
-def test_an_interrupt_while_a_stuck_layer_is_waited_for_is_raised(
-    interrupt: Callable[[], None],
-) -> None:
-    with Stuck() as stuck:
-        sender = Caller(lambda: stuck.layer.entered.wait(WAIT) and interrupt())
-        with pytest.raises(Interrupt):
-            stuck.pipe(stuck.x, timeout=0.5)
-        sender.result()
-        with pytest.raises(WorkerBusyError, match="pipert-cpu-1"):
-            stuck.pipe(stuck.x)
-        assert stuck.is_right()
 
 
 # Closing ------------------------------------------------------------------------------------------
@@ -126,18 +65,6 @@ def test_the_end_of_a_with_statement_does_not_replace_what_is_being_raised() -> 
             stuck.times_out(lambda: stuck.pipe(stuck.x))
             raise LookupError
         assert "pipert-cpu-1" in "".join(logged.output)
-
-
-@pytest.mark.layered  # any model keeps its pipe
-def test_the_last_reference_to_a_stuck_pipe_may_be_dropped() -> None:
-    stuck = Stuck()
-    stuck.times_out()
-    threads = list(stuck.pipe._runtime.pool._threads)
-    del stuck.pipe
-    stuck.let_go()
-    for thread in threads:
-        thread.join(WAIT)
-    assert not any(thread.is_alive() for thread in threads)
 
 
 # Pipes in pipes -----------------------------------------------------------------------------------
@@ -189,28 +116,7 @@ pipe = two(second=Double(lambda x: threading.Event().wait()), timeout=0.3)
 
 
 @pytest.mark.slow
-def test_the_program_exits_after_a_timeout_that_was_caught() -> None:
-    script = """
-try:
-    pipe(ROWS)
-except PipelineTimeout:
-    print("given up")
-"""
-    result = run(STUCK + script)
-    assert (result.returncode, result.stdout, result.stderr) == (0, "given up\n", "")
-
-
-@pytest.mark.slow
 def test_the_program_exits_after_a_timeout_that_nobody_caught_and_shows_the_table() -> None:
     result = run(STUCK + "pipe(ROWS)")
     assert result.returncode == 1
     assert "PipelineTimeout: " in result.stderr and "pipert-cpu-1" in result.stderr
-
-
-@pytest.mark.slow
-@strides
-def test_an_interrupt_at_any_place_of_a_call_with_a_timeout_leaves_the_pipe_usable(
-    stride: int,
-) -> None:
-    script = "sweep(has_run, lambda pipe: pipe(ROWS, timeout=3.0))"
-    assert run(sweep(stride) + script, PRELUDE).stdout == "True\n"

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from pipert import Pipe, TransformError, is_recomputing
-from tests.contexts import ONE, ROWS, VARIABLE, Block, Hooks, NoNegation, Row, deterministic
+from tests.contexts import ONE, ROWS, VARIABLE, Block, Hooks, NoNegation, Row
 from tests.torchscript import uses_torchscript
 
 rows = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
@@ -110,26 +110,6 @@ class Observed:
         self.pipe.close()
 
 
-@rows
-def test_the_row_can_be_seen(row: Row) -> None:
-    with row.block():
-        inside = row.see()
-    assert (inside, row.see() != inside) == (row.inside, True)
-
-
-@pytest.mark.parametrize("row", ROWS[:2], ids=lambda row: row.name)  # without a graph
-def test_pitfall_1_F_sees_the_callers(row: Row) -> None:
-    with Observed(row.see) as observed:
-        observed.train(row.block)
-        assert observed.take("F") == [row.inside] * 4
-
-
-def test_R_sees_the_flag_for_deterministic_algorithms_as_it_is_then() -> None:
-    with Observed(torch.are_deterministic_algorithms_enabled) as observed:
-        observed.train(contextlib.nullcontext, deterministic)
-        assert observed.take("R") == [True] * 4
-
-
 @rows_for_backward
 def test_R_does_not_see_the_context_of_the_backward(row: Row) -> None:
     plain = row.see()
@@ -211,13 +191,6 @@ def test_a_layers_change_of_a_variable_is_not_seen_by_other_tasks() -> None:
     with Pipe(nn.Sequential(*layers), [1, 1], devices=["cpu", "cpu"], chunks=3) as pipe:
         pipe(torch.ones(3, 1))
     assert [layer.seen for layer in layers] == [["nobody's"] * 3] * 2
-
-
-def test_a_layers_change_of_a_variable_is_seen_by_later_layers_of_its_task() -> None:
-    layers = [Setting(), Setting()]
-    with Pipe(nn.Sequential(*layers), [2], devices=["cpu"], chunks=3) as pipe:
-        pipe(torch.ones(3, 1))
-    assert layers[1].seen == ["a task's"] * 3
 
 
 def test_R_does_not_see_the_changes_that_F_made_to_a_variable() -> None:

@@ -97,12 +97,6 @@ def end(threads: set[WorkerThread], wait: float = WAIT) -> set[WorkerThread]:
 # P1
 
 
-def test_a_pipe_that_has_not_run_has_no_threads() -> None:
-    before = workers()
-    with two(Double(), Double()):
-        assert workers() == before
-
-
 def test_the_first_run_starts_a_thread_for_each_partition_and_one_for_the_clock() -> None:
     before = workers()
     with two(Double(), Double()) as pipe:
@@ -169,19 +163,6 @@ def test_each_of_several_closers_has_joined_when_it_returns() -> None:
         thread.join(WAIT)
     caller.join(WAIT)
     assert [outcome for _, outcome in closers] == [[set()]] * 3
-
-
-def test_closing_from_another_thread_waits_for_the_layer_that_is_executing() -> None:
-    gate = Gate()
-    finished: list[bool] = []
-    pipe = two(Double(lambda: (gate(), finished.append(True))), Double(), chunks=4)
-    caller, _ = started(lambda: pipe(ROWS))
-    gate.reached.wait(WAIT)
-    closer, seen = started(lambda: (pipe.close(), list(finished)))
-    gate.open.set()
-    closer.join(WAIT)
-    caller.join(WAIT)
-    assert seen[0] == (None, [True])
 
 
 def test_a_layer_may_close_its_pipe() -> None:

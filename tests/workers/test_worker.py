@@ -195,28 +195,6 @@ def test_a_worker_ended_from_outside_logs_its_abandoned_tasks(
 # W1, of a pipe
 
 
-KINDS = [ValueError, SystemExit, KeyboardInterrupt, GeneratorExit]
-
-
-def raiser(kind: type[BaseException], when: Callable[[Tensor], bool]) -> Double:
-    def before(x: Tensor) -> None:
-        if when(x):
-            raise kind("from a layer")
-
-    return Double(before)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("partition", [0, 1])
-def test_pitfall_9_whatever_a_layer_raises_comes_back_to_the_caller(
-    kind: type[BaseException], partition: int
-) -> None:
-    first, second = Double(), raiser(kind, lambda x: True)
-    with two(second, first) if partition == 0 else two(first, second) as pipe:
-        outcome = call(lambda: pipe(ROWS))
-        assert type(outcome) is kind
-
-
 WORKERS = pytest.mark.parametrize("worker", [0, 1, 2], ids=["first", "last", "clock"])
 
 
