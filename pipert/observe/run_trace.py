@@ -47,7 +47,7 @@ _counting = ProcessLock(reentrant=True)
 _UNDER_NSIGHT = "NSYS_PROFILING_SESSION_ID" in os.environ
 
 _OF_THE_PARTITION_BEFORE = ("_WaitBackward", "_RecomputeBackward")
-"""The nodes that any model makes as it copies a tensor, which run where the tensor comes from."""
+"""Nodes that any model makes as it copies a tensor, and that run on the device it comes from."""
 
 
 class RunTrace:
