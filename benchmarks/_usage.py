@@ -14,11 +14,13 @@ from __future__ import annotations
 import gc
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from statistics import median
+from types import BuiltinFunctionType
 
 import torch
 from _malloc import bytes_in_use, check_counter
@@ -69,6 +71,12 @@ def _tensors() -> float:
     return sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())
 
 
+def _objects() -> float:
+    """Counts what the collector knows, but for weak references of CPython's abstract classes."""
+    left_out = (weakref.ReferenceType, BuiltinFunctionType)
+    return sum(type(thing) not in left_out for thing in gc.get_objects())
+
+
 def _reserved() -> float:
     return sum(torch.cuda.memory_reserved(k) for k in range(torch.cuda.device_count())) / _MIB
 
@@ -77,7 +85,7 @@ def _columns() -> tuple[Column, ...]:
     columns = [
         Column("threads", threading.active_count, None),
         Column("tensors", _tensors, None),
-        Column("objects", lambda: len(gc.get_objects()), 20, why="caches of torch and Python"),
+        Column("objects", _objects, 20, why="caches of torch and Python"),
         Column("resident MiB", resident, 6, 1, why="malloc's arenas and their fragments"),
     ]
     if _STATUS.exists():

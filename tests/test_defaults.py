@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import Any
 from unittest import TestCase
 
@@ -30,13 +29,6 @@ class Chain(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return x
-
-
-class OfBatch(Chain):
-    """Takes a dict as its only argument."""
-
-    def forward(self, batch: Mapping[str, Tensor]) -> Tensor:  # type: ignore[override]
-        return super().forward(batch["x"])
 
 
 @pytest.fixture(autouse=True)
@@ -98,27 +90,6 @@ def test_an_example_is_a_mini_batch_everywhere() -> None:
     assert rows == {4}
 
 
-def as_step(pipe: pipert.ModulePipe, batch: Any) -> Any:
-    return pipe.forward_backward(microbatches=[batch], loss_fn=lambda y, _: y.sum())
-
-
-WAYS: dict[str, Callable[[Any], Any]] = {
-    "example": lambda batch: pipeline(OfBatch(), example=batch, devices=CPUS).close(),
-    "cuts": lambda batch: pipeline(OfBatch(), ["layers.2"], example=batch, devices=CPUS).close(),
-    "plan": lambda batch: plan_for(OfBatch(), batch, memory="1GiB", devices=CPUS, chunks=[2]),
-    "map": lambda batch: [*pipeline(OfBatch(), ["layers.2"], devices=CPUS).map([batch])],
-    "step": lambda batch: as_step(pipeline(OfBatch(), ["layers.2"], devices=CPUS), batch),
-}
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_an_error_says_how_a_dict_is_the_only_argument(way: str) -> None:
-    with pytest.raises(TypeError, match="unexpected keyword argument 'x'") as caught:
-        WAYS[way]({"x": X})
-    assert "(batch,)" in caught.value.__notes__[-1]
-    WAYS[way](({"x": X},))
-
-
 def layers() -> nn.Sequential:
     return nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
 
@@ -160,18 +131,3 @@ def test_one_chunk_is_said_once() -> None:
                 step(pipe)
     (said,) = logged.output
     assert "chunks=1: of 2 partitions one computes at a time" in said
-
-
-@pytest.mark.parametrize("model", [layers, Chain])
-def test_a_plan_makes_the_pipe(model: Callable[[], nn.Module]) -> None:
-    best = plan_for(model(), X, memory="1GiB", devices=CPUS, chunks=4)[0]
-    own = model()
-    with best.make(own, timeout=60) as pipe:
-        assert (pipe.chunks, pipe.checkpoint, pipe.schedule, pipe.timeout) == (
-            4, best.checkpoint, best.schedule, 60
-        )  # fmt: skip
-        assert len(pipe.partitions) == len(best.balance)
-        step(pipe)
-    assert all(parameter.grad is not None for parameter in own.parameters())
-    with best.make(own, chunks=2) as pipe:
-        assert pipe.chunks == 2

@@ -20,7 +20,6 @@ from torch.overrides import TorchFunctionMode
 
 from pipert import Pipe
 from pipert.workers import pool as pool_module
-from pipert.workers import thread_state
 from pipert.workers.worker import WorkerThread
 
 pytestmark = [
@@ -119,20 +118,6 @@ def test_the_parent_keeps_its_threads_when_a_child_closes_the_pipe(pipe: Pipe) -
     assert right(pipe) and pipe._runtime.pool._threads == before
 
 
-def in_the_middle(
-    pipe: Pipe, start: Callable[[], object], reached: threading.Event, go_on: threading.Event
-) -> int:
-    """How a child ends that runs, then closes the pipe, forked after ``start`` has got there."""
-    thread = threading.Thread(target=start, daemon=True)
-    thread.start()
-    try:
-        assert reached.wait(WAIT)
-        return child(lambda: right(pipe) and pipe.close() is None)
-    finally:
-        go_on.set()
-        thread.join(WAIT)
-
-
 # Forked in the middle of something that another thread does
 
 
@@ -156,29 +141,6 @@ def test_a_child_forked_while_threads_are_started_can_close_the_pipe(
         go_on.set()
         thread.join(WAIT)
     assert code == RIGHT
-
-
-def test_a_child_forked_while_a_worker_sets_its_count_of_threads_can_run_the_pipe(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    reached, go_on = threading.Event(), threading.Event()
-    parent, set_num_threads = os.getpid(), torch.set_num_threads
-
-    def slow(count: int) -> None:
-        if os.getpid() == parent and not reached.is_set():
-            reached.set()
-            go_on.wait(WAIT)
-        set_num_threads(count)
-
-    threads = torch.get_num_threads()
-    with two() as pipe:
-        monkeypatch.setattr(torch, "set_num_threads", slow)
-        start: Callable[[], Any] = lambda: thread_state.set_own_threads(threads)  # noqa: E731
-        set_num_threads(4)  # so that the workers, too, will have to set theirs
-        try:
-            assert in_the_middle(pipe, start, reached, go_on) == RIGHT
-        finally:
-            set_num_threads(threads)
 
 
 def test_a_child_forked_while_a_layer_draws_random_numbers_can_draw_some() -> None:

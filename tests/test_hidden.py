@@ -232,11 +232,6 @@ def test_an_output_that_would_keep_the_batch_size_of_a_micro_batch_is_refused() 
     assert gather([sized()], [4]).batch_size == (4,)
 
 
-def test_an_object_with_a_batch_size_and_no_rows_goes_to_each_micro_batch() -> None:
-    settings = SimpleNamespace(batch_size=torch.Size([8]))
-    assert all(part.args[1] is settings for part in scatter((rows(4), settings), {}, 2))
-
-
 # Packed sequences, which are named tuples.
 
 

@@ -165,27 +165,3 @@ def test_nothing_of_what_was_yielded_is_held(no_gc: None, kind: str, grad: bool)
         for y in outputs:
             del y
         assert len(seen) == 2 * MANY and alive() == 0
-
-
-@pytest.mark.layered
-def test_an_input_is_freed_when_the_first_partition_is_done_with_it(no_gc: None) -> None:
-    inputs, held = list[weakref.ref[Tensor]](), list[bool]()
-
-    def made() -> Iterator[Tensor]:
-        for x in batches():
-            x = x.clone()
-            inputs.append(weakref.ref(x))
-            yield x
-            del x
-
-    def look(x: Tensor) -> Tensor:
-        k = len(held)
-        while len(inputs) < min(k + 3, MANY):  # the last that was read is held by who reads it
-            time.sleep(0.0001)
-        settle()
-        held.append(inputs[k]() is not None)
-        return x
-
-    with torch.no_grad(), a_pipe("Pipe", *layers(), Apply(look)) as pipe:
-        list(pipe.map(made()))
-    assert not any(held[:-2]) and len(held) == MANY

@@ -187,12 +187,6 @@ def test_tensors_that_cannot_be_concatenated_are_refused_by_path(other: Tensor) 
         gather([(rows(2),), (other,)])
 
 
-@pytest.mark.parametrize("other", [rows(2), torch.ones(1)], ids=["matrix", "one row"])
-def test_0_dimensional_tensor_beside_rows_is_refused_by_path(other: Tensor) -> None:
-    with pytest.raises(ValueError, match=r"output\[0\]"):
-        gather([(torch.tensor(1.0),), (other,)])
-
-
 # Pitfall 27: settings and inputs that change.
 
 
@@ -219,10 +213,3 @@ def test_pitfall_27_input_without_data_is_refused(chunks: int) -> None:
 def test_pitfall_27_input_on_another_device_is_brought_to_the_first_partition() -> None:
     with Pipe(nn.Sequential(nn.ReLU()), [1], devices=["cuda:0"], chunks=2) as pipe:
         same(pipe(rows(4)), rows(4).cuda())
-
-
-@pytest.mark.parametrize("empty", [[], (), {}], ids=["list", "tuple", "dict"])
-def test_an_argument_without_leaves_is_an_argument_all_the_same(empty: Any) -> None:
-    assert [len(part.args) for part in scatter((rows(4), empty), {}, 2)] == [2, 2]
-    parts = scatter((rows(4),), {"extra": empty}, 2)
-    assert [part.kwargs for part in parts] == [{"extra": empty}] * 2

@@ -100,25 +100,6 @@ def test_a_loss_that_is_set_on_the_trainer_counts_in_each_step(tmp_path: Path) -
     assert found == [pytest.approx(pair, rel=1e-3) for pair in expected]
 
 
-def test_batches_of_an_accumulation_that_was_broken_off_are_forgotten(tmp_path: Path) -> None:
-    class Stops(transformers.TrainerCallback):  # type: ignore
-        def on_substep_end(self, *_: Any, **__: Any) -> None:
-            raise KeyboardInterrupt
-
-    found = []
-
-    def change(trainer: Any) -> None:
-        trainer.add_callback(Stops())
-        with pytest.raises(KeyboardInterrupt):
-            trainer.train()
-        trainer.remove_callback(Stops)
-        found.append(trainer)
-
-    again = in_pipe(PipelinedTrainer, build(), tmp_path, change=change)
-    assert again == in_pipe(PipelinedTrainer, build(), tmp_path)
-    assert len(found) == 1
-
-
 @pytest.mark.parametrize("empty", [(0,), (1,), (0, 1), (3,)])
 def test_a_batch_without_labels_that_count_is_logged_as_by_the_plain_trainer(
     empty: tuple[int, ...], tmp_path: Path

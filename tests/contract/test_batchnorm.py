@@ -203,15 +203,6 @@ def test_eval_updates_nothing_and_uses_the_statistics() -> None:
     same(statistics(module), statistics(plain))
 
 
-def test_a_norm_in_eval_mode_in_a_training_module_is_left_alone() -> None:
-    module = norm_first(nn.BatchNorm1d(3))
-    module[0].eval()
-    before = statistics(module)
-    with deferred(module) as pipe:
-        train(pipe, images(8))
-    same(statistics(module), before)
-
-
 class Frozen(nn.BatchNorm1d):
     """A norm that uses its running statistics in every mode."""
 

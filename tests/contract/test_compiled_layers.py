@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import copy
-import threading
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo import compiled_autograd, convert_frame
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch._dynamo import compiled_autograd
 
 import pipert
 from pipert import Pipe, TransformError
 from tests.contract.ways import Way, batch, grads_of, linear, mean, same, ways
-from tests.layers import Apply
 
 pytestmark = [
     pytest.mark.slow,  # the first compilation imports for seconds
@@ -60,37 +57,6 @@ def test_a_step_of_compiled_layers_is_that_of_the_plain_module(backend: str, way
     same(loss, expected.detach())
     same(grads_of(module), grads_of(plain))
     same(x.grad, own.grad)
-
-
-@pytest.mark.parametrize("begin", ["before the call", "in a layer"])
-def test_another_thread_may_compile_meanwhile(begin: str) -> None:
-    is_tracing, go = threading.Event(), threading.Event()
-
-    def wait(x: Tensor) -> Tensor:
-        is_tracing.set()
-        assert go.wait(30)
-        return x * 1
-
-    def trace() -> None:  # as dynamo does
-        with convert_frame.compile_lock:
-            make_fx(wait)(torch.ones(1))
-
-    def start(x: Tensor) -> Tensor:
-        if not is_tracing.is_set():
-            other.start()
-            assert is_tracing.wait(30)
-            threading.Timer(0.2, go.set).start()
-        return x
-
-    block, other = Block(), threading.Thread(target=trace)
-    block.compile(backend="eager")
-    with Pipe(nn.Sequential(Apply(start), block), [1, 1], devices=["cpu"] * 2, chunks=1) as pipe:
-        x = batch(3)
-        expected = Block.forward(block, x)
-        if begin == "before the call":
-            start(x)
-        same(pipe(x), expected)
-    other.join()
 
 
 def test_the_loss_may_be_compiled() -> None:

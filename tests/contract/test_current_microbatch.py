@@ -133,29 +133,3 @@ def test_in_the_forward_and_the_recomputations_of_a_call(kind: str, devices: lis
     assert len(of_tasks) == 4 * M and all(found == true for found, true in of_tasks)
     assert {found for phase, found, _ in seen.all if phase == "B"} == {None}
     assert current_microbatch() is None
-
-
-def test_a_pipe_inside_of_a_layer_counts_its_own() -> None:
-    seen: list[tuple[str, int | None]] = []
-
-    class Note(nn.Module):
-        def __init__(self, name: str) -> None:
-            super().__init__()
-            self.name = name
-
-        def forward(self, x: Tensor) -> Tensor:
-            seen.append((self.name, current_microbatch()))
-            return x
-
-    class Outer(nn.Module):
-        def forward(self, x: Tensor) -> Any:
-            y = inner(x)
-            seen.append(("outer", current_microbatch()))
-            return y
-
-    inner = Pipe(nn.Sequential(Note("inner")), [1], devices=["cpu"], chunks=2)
-    with inner, Pipe(nn.Sequential(Outer()), [1], devices=["cpu"], chunks=2) as outer:
-        outer(torch.ones(4, 2))
-    assert seen == [(name, i) for k in (0, 1) for name, i in (
-        ("inner", 0), ("inner", 1), ("outer", k),
-    )]  # fmt: skip

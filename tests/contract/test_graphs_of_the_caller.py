@@ -104,21 +104,6 @@ def test_all_micro_batches_may_use_a_graph_of_the_caller(
             x.grad = None
 
 
-@ways
-def test_a_step_that_fails_changes_no_leaf_of_the_caller(way: Way) -> None:
-    learned, left = Learned("both"), [1, 1, 1, 0]
-
-    def loss(output: Tensor, target: Any) -> Tensor:
-        found: Tensor = learned.loss(output, target)
-        return found if left.pop(0) else found.reshape(1, 1).expand(2, 2)
-
-    learned.compute()
-    with piped(learned.module, [3, 3], way, chunks=CHUNKS) as pipe:
-        with pytest.raises(TypeError, match="tensor of one element"):
-            take_step(pipe, way, batch(8), loss_fn=loss)
-    assert all(parameter.grad is None for parameter in learned.leaves)
-
-
 @pytest.mark.multi_gpu
 @pytest.mark.parametrize("home", ["cpu", "cuda:0", "cuda:1"])
 @pytest.mark.parametrize("streams", [False, True])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -127,52 +126,3 @@ def test_a_hook_is_called_once_with_the_whole(make: Make, method: str, schedule:
     assert len(seen) == 1
     same(seen[0].cpu(), list(plain.parameters())[2].grad)
     same(on_cpu(module), grads_of(plain))
-
-
-class Meeting(torch.autograd.Function):
-    """Lets another thread go backward while this function's backward runs."""
-
-    begun, done = threading.Event(), threading.Event()
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Tensor:
-        Meeting.begun.set()
-        assert Meeting.done.wait(10)
-        return dy
-
-
-class Meet(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(3).double())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return Meeting.apply(x * self.weight)  # type: ignore[no-any-return, no-untyped-call]
-
-
-def test_what_another_thread_adds_meanwhile_is_not_taken() -> None:
-    layer, x = Meet(), batch(4).double()
-    module, plain = nn.Sequential(layer), nn.Sequential(copy.deepcopy(layer))
-
-    def go_backward() -> None:
-        assert Meeting.begun.wait(10)
-        torch.autograd.backward(layer.weight.sum())  # adds one to the gradient of each element
-        seen.append(layer.weight.grad)
-        Meeting.done.set()
-
-    seen = list[Any]()
-    thread = threading.Thread(target=go_backward)
-    Meeting.begun.clear()
-    Meeting.done.clear()
-    with Pipe(module, [1], devices=["cpu"]) as pipe:
-        thread.start()
-        pipe.forward_backward(x, target=x, loss_fn=mse)
-        thread.join()
-    assert seen[0] is not None
-    torch.autograd.backward(mse(plain(x), x))
-    torch.autograd.backward([p.sum() for p in plain.parameters()])
-    same(grads_of(module), grads_of(plain))

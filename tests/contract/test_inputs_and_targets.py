@@ -240,16 +240,3 @@ def test_the_loss_of_a_micro_batch_may_be_a_constant(way: Way) -> None:
     loss(plain(own), counts).backward()
     same(grads_of(module), grads_of(plain))
     same(x.grad, own.grad)
-
-
-@pytest.mark.layered  # the first layer is the whole model's forward
-def test_a_first_layer_that_takes_a_keyword_of_the_call_is_refused() -> None:
-    """The layer would not receive it."""
-
-    class Takes(nn.Module):
-        def forward(self, x: Tensor, target: Any = None) -> Tensor:
-            return x
-
-    with Pipe(nn.Sequential(Takes(), linear(3, 2)), [1, 1], devices=["cpu"] * 2) as pipe:
-        with pytest.raises(TypeError, match="target"):
-            pipe.forward_backward(batch(7), target=batch(7), loss_fn=mse_loss)

@@ -124,20 +124,3 @@ def test_a_recomputation_with_another_kernel_for_attention_is_right(
     with made as pipe:
         found, expected = gradients(pipe, forward, backward), gradients(plain, forward, backward)
     torch.testing.assert_close(found, expected)
-
-
-@whole
-@pytest.mark.parametrize("cast", [False, True], ids=["", "autocast"])
-@pytest.mark.parametrize("backends", [(FLASH,), (FLASH, MATH)], ids=len)
-def test_one_with_the_same_kernel_is_right(backends: Any, cast: bool, any_model: bool) -> None:
-    plain, made = attending(4, any_model)
-
-    @contextlib.contextmanager
-    def block() -> Iterator[None]:
-        with sdpa_kernel(list(backends)), torch.autocast("cpu", enabled=cast):
-            yield
-
-    with made as pipe:
-        found, expected = gradients(pipe, block), gradients(plain, block)
-    tolerance: Any = {"rtol": 0.05, "atol": 0.01} if cast else {}
-    torch.testing.assert_close(found, expected, **tolerance)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipert.skip import pop, skippable, stash
+from pipert.skip import pop, skippable
 from tests.contract.ways import (
     CALL,
     SCHEDULES,
@@ -70,31 +70,6 @@ def test_a_layer_may_be_frozen(frozen: int, way: Way) -> None:
     module[frozen].requires_grad_(False)
     assert_equal(module, [2, 1, 2, 2], way, batch(5, requires_grad=True))
     assert all(parameter.grad is None for parameter in module[frozen].parameters())
-
-
-@each_way
-def test_the_first_layer_may_stash_one_of_several_arguments(way: Way) -> None:
-    @skippable(stash=["a"])
-    class First(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = linear(3, 3)
-
-        def forward(self, x: Tensor, *, y: Tensor) -> Forward:
-            yield stash("a", y)
-            return self.layer(x)
-
-    module = nn.Sequential(First(), nn.Tanh(), p("a"))
-    x, y = batch(5, requires_grad=True), batch(5, requires_grad=True)
-    assert_equal(module, [1, 1, 1], way, x, y=y)
-
-
-@each_way
-def test_partitions_in_between_may_be_frozen(way: Way) -> None:
-    module = nn.Sequential(s("a"), linear(3, 3), linear(3, 3), p("a"), linear(3, 2))
-    module[1].requires_grad_(False)
-    module[2].requires_grad_(False)
-    assert_equal(module, [1, 1, 1, 2], way, batch(7))
 
 
 @pytest.mark.parametrize("schedule", [CALL, *SCHEDULES])

@@ -20,8 +20,6 @@ from pipert import Pipe, RecomputationError, pipeline
 from tests.contract.ways import CALL, Way, piped, take_step
 from tests.layers import Apply
 
-PATIENCE = 5.0  # s
-
 Draw = Callable[[], float]
 
 
@@ -47,36 +45,6 @@ of_draws = pytest.mark.parametrize("made", DRAWS.values(), ids=DRAWS)
 
 def sum_of(y: Tensor, _: Any) -> Tensor:
     return y.sum()
-
-
-def outcome(draw: Draw, is_first: bool) -> Tensor:
-    """Draws in two partitions: ``F[1,1]`` comes before ``F[2,0]``, or behind it."""
-    events = {True: threading.Event(), False: threading.Event()}
-
-    def layer(i: int, comes_first: bool) -> nn.Module:
-        def call(x: Tensor) -> Tensor:
-            is_one = int(x[0, 0]) == i
-            if is_one and not comes_first:
-                assert events[True].wait(PATIENCE)
-            y = torch.cat([x[:, :1], x[:, 1:] * draw()], 1)
-            if is_one and comes_first:
-                events[True].set()
-            return y
-
-        return Apply(call)
-
-    module = nn.Sequential(layer(2, not is_first), layer(1, is_first))
-    rows = torch.ones(3, 4) * torch.tensor([[0.0], [1.0], [2.0]])
-    with torch.no_grad(), piped(module, [1, 1], Way(CALL, "never"), chunks=3) as pipe:
-        y: Tensor = pipe(rows)
-    return y
-
-
-@of_draws
-def test_states_that_partitions_share_are_read_in_the_order_of_threads(
-    made: Callable[[], Draw],
-) -> None:
-    assert not torch.equal(outcome(made(), True), outcome(made(), False))
 
 
 @of_draws

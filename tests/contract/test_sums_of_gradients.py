@@ -15,31 +15,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.testing._internal.two_tensor import TwoTensor
 
 from pipert import Pipe, pipeline
-from pipert.stage.gradients import Gradients
-
-
-@pytest.mark.parametrize(
-    "share",
-    [
-        lambda memory: memory.view(2, 2),
-        lambda memory: memory.view(2, 2).t().t(),
-        lambda memory: memory.detach().view(2, 2),
-        lambda memory: memory.data.set_(memory.untyped_storage(), 0, (2, 2)),
-        lambda memory: memory[:1].expand(2, 2),
-        lambda memory: memory[:2].expand(2, 2),
-    ],
-)
-def test_memory_shared_with_the_first_gradient_is_never_changed(
-    share: Callable[[Tensor], Tensor],
-) -> None:
-    memory, weight = torch.ones(4), torch.ones(2, 2, requires_grad=True)
-    sums = Gradients()
-    sums.add([weight], [share(memory)])
-    for _ in range(2):
-        sums.add([weight], [torch.ones(2, 2)])
-    assert memory.eq(1).all()
-    ((_, total),) = sums.take()
-    assert total.eq(3).all()
 
 
 @pytest.mark.cuda
@@ -130,19 +105,6 @@ def test_no_two_gradients_share_memory_with_each_other_or_with_anything(
     others = [*model.parameters(), x, y, Keeping.kept]
     found = storages(grads)
     assert len({*found}) == len(found) and not {*found} & {*storages(others)}
-
-
-def test_inputs_have_gradients_of_their_own() -> None:
-    class Add(nn.Module):
-        def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            return x + y.view_as(x)
-
-    x, y = torch.ones(2, 4, requires_grad=True), torch.ones(2, 2, 2, requires_grad=True)
-    with Pipe(nn.Sequential(Add(), nn.Linear(4, 1)), [1, 1], devices=["cpu"] * 2) as pipe:
-        pipe.forward_backward(x, y, loss_fn=lambda y, _: y.sum())
-    assert x.grad is not None and y.grad is not None
-    first, second = storages([x.grad, y.grad])
-    assert first != second
 
 
 class Quantised(Tensor):

@@ -16,11 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import pipert
 from pipert import Pipe
-from pipert.autograd import weight_gradients
 from pipert.autograd.leaves import leaves_behind
 from pipert.autograd.weight_gradients import Deferral
 from pipert.autograd.weight_uses import find_uses
-from pipert.stage import actions
 from tests.activations import Activations
 from tests.contract.ways import MODES, grads_of, linear, mean, same
 
@@ -232,18 +230,6 @@ def test_a_step_that_fails_in_w_changes_no_gradient() -> None:
         same(grads_of(layers), before, rtol=0, atol=0)
 
 
-@pytest.mark.filterwarnings("ignore:Anomaly Detection")
-def test_anomaly_detection_sees_gradients_of_weights() -> None:
-    """No other gradient is NaN."""
-    layers = nn.Sequential(linear(3, 3), linear(3, 3))
-    x = torch.full((4, 3), float("nan"), dtype=torch.float64)
-    with Pipe(layers, [1, 1], devices=["cpu"] * 2, chunks=2) as pipe:
-        with torch.autograd.detect_anomaly(), pytest.raises(RuntimeError, match="nan values"):
-            pipe.forward_backward(
-                x, loss_fn=lambda y, _: y.nan_to_num().sum(), schedule="zb-h1"
-            )
-
-
 @pytest.mark.cuda
 @pytest.mark.multi_gpu
 @pytest.mark.parametrize("checkpoint", MODES)
@@ -281,25 +267,6 @@ def piped(kind: str, layers: nn.Sequential, **options: Any) -> Any:
     if kind == "Pipe":
         return Pipe(layers, [len(layers) - 1, 1], **every | options)
     return pipert.pipeline(layers, [str(len(layers) - 1)], **every | options)
-
-
-@pytest.mark.parametrize("checkpoint", MODES)
-@pytest.mark.parametrize("kind", ["Pipe", "pipeline"])
-def test_every_use_is_put_off_in_every_mode(
-    kind: str, checkpoint: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    counts, real = list[int](), weight_gradients.compute_deferred
-
-    def count(later: list[Any]) -> Any:
-        counts.append(len(later))
-        return real(later)
-
-    monkeypatch.setattr(actions, "compute_deferred", count)
-    layers = nn.Sequential(linear(3, 3), nn.Tanh(), linear(3, 3), linear(3, 3))
-    with piped(kind, layers, checkpoint=checkpoint) as pipe:
-        x = torch.randn(6, 3, dtype=torch.float64)
-        pipe.forward_backward(x, loss_fn=mean, schedule="zb-h1")
-    assert sorted(counts) == [1, 1, 1, 2, 2, 2]
 
 
 class ChangesItsInput(nn.Module):

@@ -111,27 +111,3 @@ def test_a_process_that_fails_does_not_wait_for_the_others(example: ModuleType) 
             raise ValueError("a layer has failed")
     assert dist.is_initialized()
     dist.destroy_process_group()
-
-
-@pytest.mark.parametrize(
-    ("gpus", "process", "processes", "own"),
-    [
-        (8, 1, 2, ["cuda:4", "cuda:5", "cuda:6", "cuda:7"]),
-        (5, 1, 2, ["cuda:2", "cuda:3"]),
-        (2, 1, 2, ["cuda:1"]),
-        (1, 0, 2, ["cpu", "cpu"]),
-        (0, 0, 1, ["cpu", "cpu"]),
-    ],
-)
-def test_the_gpus_of_a_machine_are_shared_out(
-    example: ModuleType,
-    monkeypatch: pytest.MonkeyPatch,
-    gpus: int,
-    process: int,
-    processes: int,
-    own: list[str],
-) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setenv("LOCAL_RANK", str(process))
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
-    assert [str(device) for device in example.own_devices()] == own

@@ -14,12 +14,6 @@ TINY = "--balance 33,32 --channels 2 --batch 2 --chunks 2 --steps 2"
 
 
 @pytest.fixture
-def tiny(tmp_path: Path) -> list[str]:
-    """Returns the options of a short run."""
-    return [*TINY.split(), "--devices", "cpu,cpu", "--out", str(tmp_path / "unet.png")]
-
-
-@pytest.fixture
 def small(tmp_path: Path, two_devices: str) -> list[str]:
     """Returns the options of a short run, on CPU and on GPUs."""
     return [*TINY.split(), "--devices", two_devices, "--out", str(tmp_path / "unet.png")]
@@ -43,26 +37,3 @@ def test_the_result_depends_on_the_seed_and_not_on_how_the_work_is_split(
     other = example.main([*small, "--seed", "1"])
     assert split.losses == pytest.approx(first.losses, rel=1e-3)
     assert other.losses != pytest.approx(first.losses, rel=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("--balance 3,3", "[3, 3] adds up to 6 and the module has 65"),
-        ("--channels 3", "channels must be even and 2 or more, not 3"),
-        ("--size 500", "--size must be from 64 to 400, not 500"),
-        ("--lr 0", "--lr and --noise must be above 0"),
-        ("--out unet.text", "--out must end in .png, not unet.text"),
-    ],
-)
-def test_a_bad_option_ends_the_program_with_a_clear_message(
-    example: ModuleType,
-    tiny: list[str],
-    capsys: pytest.CaptureFixture[str],
-    options: str,
-    message: str,
-) -> None:
-    with pytest.raises(SystemExit) as end:
-        example.main([*tiny, *options.split()])
-    assert end.value.code == 2
-    assert message in capsys.readouterr().err

@@ -18,7 +18,6 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -315,22 +314,3 @@ def during(step, rows):
     ]
     assert 'pipert_runs_total{outcome="succeeded",pipe="training"} 3.0' in metrics
     assert re.search(r"^training_loss \d+\.", metrics, re.MULTILINE)
-
-
-# --- the command line -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("--save-every 0", "argument --save-every: must be 1 or more, not 0"),
-        ("--devices tpu9x", "must be like cpu,cpu"),
-    ],
-)
-def test_a_wrong_option_ends_the_service_with_code_2(
-    example: ModuleType, capsys: pytest.CaptureFixture[str], options: str, message: str
-) -> None:
-    with pytest.raises(SystemExit) as end:
-        example.main(["--data", "x", "--state", "x", *options.split()])
-    assert end.value.code == 2
-    assert message in capsys.readouterr().err

@@ -28,10 +28,10 @@ from pipert import (
     is_recomputing,
 )
 from tests.contract.ways import CALL, Way, batch, each_way, linear, piped, take_step
+from tests.faulty import acting
 from tests.layers import Apply
 from tests.observers import Log
 from tests.pipes import pipe_of_layers as pipe_of
-from tests.faulty import acting
 
 X = torch.arange(8.0).reshape(8, 1)
 
@@ -381,29 +381,6 @@ def test_a_step_that_fails_after_its_tasks_has_failed(what: Any) -> None:
     assert timeline.failed == {0}
     with pytest.raises(ValueError, match="no complete call in this timeline, and 1 that failed"):
         timeline.report()
-
-
-@pytest.mark.parametrize("phase", ["forward", "backward"])
-def test_a_step_whose_last_task_failed_is_left_out_of_the_report(phase: str) -> None:
-    """Although each of its tasks was recorded."""
-    calls = []
-
-    def no() -> None:
-        calls.append(phase)
-        if len(calls) == STEP_M:
-            raise ValueError("no")
-
-    def function(x: Tensor) -> Tensor:
-        if phase == "forward":
-            no()
-        return acting(x, no) if phase == "backward" else x.exp()
-
-    with pipe_of(nn.Linear(3, 3), Apply(function), chunks=STEP_M) as pipe:
-        with pipe.record() as timeline:
-            with pytest.raises(ValueError, match="no"):
-                step(pipe, schedule="gpipe")
-            step(pipe)
-    assert (timeline.report().calls, timeline.report().incomplete) == (1, 1)
 
 
 # Timelines ----------------------------------------------------------------------------------------
