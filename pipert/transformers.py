@@ -44,6 +44,7 @@ from pipert.any_model.routed import pipe_of
 from pipert.batch.microbatch import scatter
 from pipert.batch.tensors import tensors_of
 from pipert.pipes.module_pipe import ModulePipe
+from pipert.recompute.phase import current_microbatch
 
 __all__ = ["Pipelined"]
 

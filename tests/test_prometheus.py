@@ -19,8 +19,8 @@ from tests.callers import Caller
 from tests.contract.ways import CALL, Way, take_step
 from tests.distributed.launcher import run
 from tests.faults.stuck import WAIT, WHERES, Stuck
-from tests.layers import Apply
 from tests.faulty import acting
+from tests.layers import Apply
 
 pytest.importorskip("prometheus_client", reason="the extra prometheus is not installed")
 

@@ -28,16 +28,16 @@ from pipert.any_model.microbatch_graph import MicroBatchGraph
 from pipert.any_model.model_layers import ModelLayer, ModelLayers
 from pipert.any_model.shared_state import Inspection
 from pipert.any_model.tensor_copies import TensorCopies
+from pipert.autograd.hooks import checkpoint_around
 from pipert.autograd.order import begin_numbers
 from pipert.batch.microbatch import Arguments
 from pipert.batch.trees import ORDINARY, flatten
 from pipert.layers.batchnorm import PartitionStats
 from pipert.layers.compiling import call_compiled
 from pipert.layers.modules import modules_of
-from pipert.layers.nested_checkpoint import is_in_checkpoint
 from pipert.layers.parameter_copies import ParameterCopies
 from pipert.layers.random_numbers import TaskRng
-from pipert.layers.segments import Segments
+from pipert.recompute.segment import Segments
 from pipert.schedules.action import FORWARD, Action
 from pipert.stage.run import Run
 from pipert.stage.stage import Stage
@@ -259,7 +259,7 @@ class AroundLayers:
             call = shared.parameters.wrap(stage.place.j, layers, call, self._copy_of)
         # What works in place, in torch.utils.checkpoint or in a transform, keeps what it saves.
         if self._segments is not None and torch.is_grad_enabled() and not (
-            layer.is_in_place or is_in_checkpoint() or is_transformed()
+            layer.is_in_place or checkpoint_around() is not None or is_transformed()
         ) and stage.layers.recomputes(layer.module):
             stage.layers.refuse_replaced(layer.module)
             compute = partial(stage.layers.call_layer, self._i, layer.module, layer.name, call)

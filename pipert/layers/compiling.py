@@ -31,12 +31,12 @@ from torch.autograd.graph import Node
 
 from pipert._torch import is_traced_by_fx, is_traced_by_jit, watcher
 from pipert._typing import Value
-from pipert.autograd.checkpoint import refuse_compiled_autograd
 from pipert.autograd.thread_locals import get_thread_local, set_thread_local
 from pipert.batch.tensors import differentiable
 from pipert.errors import TransformError
 from pipert.layers.intercepted import compiled_call
 from pipert.layers.modules import modules_of
+from pipert.recompute.nodes import refuse_compiled_autograd
 from pipert.workers.context import NOTHING
 
 

@@ -31,8 +31,8 @@ from pipert.batch.tensors import differentiable
 from pipert.layers.batchnorm import PartitionStats
 from pipert.layers.call import Compute
 from pipert.layers.random_numbers import TaskRng
-from pipert.layers.segments import Segments
 from pipert.observe.backward import makers, watch_nodes
+from pipert.recompute.segment import Segments
 from pipert.schedules.action import BACKWARD, FORWARD, RECOMPUTE, WEIGHT, Action
 from pipert.stage.backward import begin, differentiate_partition
 from pipert.stage.shared_memory import Shared, compute_watching

@@ -28,10 +28,10 @@ from pipert import (
     is_recomputing,
 )
 from tests.contract.ways import CALL, Way, batch, each_way, linear, piped, take_step
+from tests.faulty import acting
 from tests.layers import Apply
 from tests.observers import Log
 from tests.pipes import pipe_of_layers as pipe_of
-from tests.faulty import acting
 
 X = torch.arange(8.0).reshape(8, 1)
 
