@@ -38,7 +38,7 @@ from _measure import Row, both, medians, report, rows, start, take_turns, verdic
 from torch import Tensor, nn
 
 from pipert import Pipe
-from pipert.layers import effects
+from pipert.recompute import effects
 
 __all__ = ["main"]
 

@@ -22,13 +22,13 @@ from pipert.errors import (
     WorkerBusyError,
     WorkerDiedError,
 )
-from pipert.layers.never_recompute import never_recompute
-from pipert.layers.phase import current_microbatch, is_checkpointing, is_recomputing
 from pipert.observe.event import Event, Observer, RunInfo, TaskInfo
 from pipert.pipe import Pipe
 from pipert.pipeline import pipeline
 from pipert.pipes.module_pipe import ModulePipe
 from pipert.planning.search import plan_for
+from pipert.recompute.exempt import never_recompute
+from pipert.recompute.phase import current_microbatch, is_checkpointing, is_recomputing
 from pipert.status import Statistics, TaskStatus, WorkerStatistics
 from pipert.timeline.timeline import Timeline
 

@@ -25,7 +25,7 @@ ROOMS = [
     {"workers"},
     {"observe"},
     {"skip"},
-    {"layers"},
+    {"layers", "recompute"},
     {"model"},
     {"stage"},
     {"any_model"},

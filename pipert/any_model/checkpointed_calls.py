@@ -21,7 +21,7 @@ from pipert._typing import Value
 from pipert.any_model.map_tensors import in_same_object
 from pipert.batch.tensors import version
 from pipert.batch.trees import CLOSED, ORDINARY, held_by
-from pipert.layers.segments import Compute, Drawing, Segments
+from pipert.recompute.segment import Compute, Drawing, Segments
 
 
 def checkpointed_call(

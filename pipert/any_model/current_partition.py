@@ -30,6 +30,7 @@ from pipert.any_model.microbatch_graph import MicroBatchGraph
 from pipert.any_model.model_layers import ModelLayer, ModelLayers
 from pipert.any_model.shared_state import Inspection
 from pipert.any_model.tensor_copies import TensorCopies
+from pipert.autograd.hooks import checkpoint_around
 from pipert.autograd.order import begin_numbers
 from pipert.batch.microbatch import Arguments
 from pipert.batch.tensors import differentiable
@@ -37,10 +38,9 @@ from pipert.batch.trees import ORDINARY, flatten
 from pipert.layers.batchnorm import PartitionStats
 from pipert.layers.compiling import call_compiled
 from pipert.layers.modules import modules_of
-from pipert.layers.nested_checkpoint import is_in_checkpoint
 from pipert.layers.parameter_copies import ParameterCopies
 from pipert.layers.random_numbers import TaskRng
-from pipert.layers.segments import Segments
+from pipert.recompute.segment import Segments
 from pipert.schedules.action import FORWARD, Action
 from pipert.stage.run import Run
 from pipert.stage.stage import Stage
@@ -249,7 +249,7 @@ class CurrentPartition:
             and torch.is_grad_enabled()
             # What works in place, in torch.utils.checkpoint or in a transform, keeps what it saves.
             and not layer.is_in_place
-            and not is_in_checkpoint()
+            and checkpoint_around() is None
             and not is_transformed()
             and stage.layers.recomputes(layer.module)
         ):

@@ -50,13 +50,13 @@ from torch import nn
 from pipert._typing import Value
 from pipert.any_model.current_partition import CurrentPartition, ModelRun
 from pipert.any_model.hand_off import POLL, HandOff
+from pipert.autograd.hooks import checkpoint_around
 from pipert.batch.microbatch import Arguments, explain_mapping
 from pipert.errors import NestedCheckpointError, PipeClosedError, PipertError, add_note
 from pipert.layers.intercepted import here
-from pipert.layers.nested_checkpoint import checkpoint_around
-from pipert.layers.phase import begin_microbatch, end_microbatch
 from pipert.queues.closable import Once
 from pipert.queues.latch import Latch
+from pipert.recompute.phase import begin_microbatch, end_microbatch
 from pipert.schedules.action import FORWARD, Action
 from pipert.stage.links import SENT
 from pipert.stage.stage import Stage

@@ -28,9 +28,9 @@ from pipert._torch import NormBase, WithoutFunctions, forward_pre_hooks
 from pipert.any_model.boundary_tensors import memory_of
 from pipert.batch.tensors import version
 from pipert.errors import SharedStateWarning
-from pipert.layers.buffers import original_of
 from pipert.layers.modules import modules_of
 from pipert.layers.place import Place
+from pipert.recompute.buffers import original_of
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules")  # dicts whose items are attributes, too
 _PLAIN = (str, bytes, type(None), slice, range, torch.device, Number)  # numpy's numbers, too

@@ -24,9 +24,9 @@ from torch import Tensor
 from pipert._torch import node_count, sequence_nr
 from pipert._typing import Value
 from pipert.autograd import order, streams, transfer
-from pipert.autograd.checkpoint import recompute_before
 from pipert.batch.tensors import tensors_of
-from pipert.layers.segments import Segments
+from pipert.recompute.nodes import recompute_before
+from pipert.recompute.segment import Segments
 from pipert.stage.run import Run
 from pipert.stage.stage import Stage
 

@@ -65,7 +65,7 @@ def hooks_of_caller() -> Hooks:
         return None
     if isinstance(hooks[0], DropSaved):
         return hooks[0].hooks
-    if getattr(hooks[0], "__module__", "") == torch.utils.checkpoint.__name__:
+    if checkpoint_around() is not None:
         raise NestedCheckpointError(
             "a pipe was called inside torch.utils.checkpoint, which tells saved tensors apart by "
             "their order; several threads save in no fixed one. Use the pipe's own checkpoint="
@@ -73,6 +73,19 @@ def hooks_of_caller() -> Hooks:
         )
     found: tuple[Any, Any] = hooks
     return found
+
+
+def checkpoint_around() -> object:
+    """Return what stands for the ``torch.utils.checkpoint`` around this code, or ``None``.
+
+    It will recompute what operations save. A reentrant one is not seen.
+    """
+    hooks: Any = top_hooks(True)
+    is_there = hooks is not None and getattr(hooks[0], "__module__", "") == _CHECKPOINT
+    return hooks[0] if is_there else None
+
+
+_CHECKPOINT = torch.utils.checkpoint.__name__
 
 
 @contextlib.contextmanager

@@ -27,8 +27,8 @@ lookup need the interpreter's lock.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from itertools import chain
-from operator import attrgetter
+from itertools import chain, filterfalse
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -70,8 +70,6 @@ class Behind(NamedTuple):
     """The nodes of other graphs, which other backward passes may go through as well; no casts."""
     nodes: list[Node]
     """All nodes that were found, except those of leaves."""
-    numbers: list[int]
-    """The sequence numbers of those that are of this graph."""
 
 
 def leaves_behind(
@@ -101,20 +99,19 @@ def leaves_behind(
             if child not in seen:
                 seen.add(child)
                 (accumulators if type(child) is accumulating else found).append(child)
-    numbers = list(map(sequence_nr, found))
     others = list[Node]()
-    if ours is not None and found and not (min(numbers) in ours and max(numbers) in ours):
-        strange = [node for node, number in zip(found, numbers, strict=True) if number not in ours]
+    if ours is not None and not all(map(ours.__contains__, map(sequence_nr, found))):
+        strange = [node for node in found if sequence_nr(node) not in ours]
         others = [node for node in strange if not is_cast_of_leaf(node)]
-        numbers = [number for number in numbers if number in ours]
     variables = list(map(_variable, accumulators))
     leaves = dict(zip(map(id, variables), variables, strict=True))
     for leaf in known:
         leaves.pop(id(leaf), None)
     trained = [leaf for leaf in leaves.values() if leaf.requires_grad]
-    return Behind(trained, others, found, numbers)
+    return Behind(trained, others, found)
 
 
+_node: Callable[[Any], Any] = itemgetter(0)  # of an edge
 _variable: Callable[[Any], Tensor] = attrgetter("variable")
 _next_functions: Callable[[Any], Iterable[Any]] = attrgetter("next_functions")
 
@@ -139,14 +136,17 @@ def origins(
         graph, or what the functions do in the engine is seen: by hooks on the leaves, or by a
         reentrant checkpoint of torch, which refuses to be in a part of a backward.
     """
-    of_copies = {(copy.grad_fn, copy.output_nr): copy for copy in copies if not copy.is_leaf}
+    of_copies = dict[Any, Tensor]()
+    for copy in copies:
+        if not copy.is_leaf:
+            of_copies[copy.grad_fn, copy.output_nr] = copy
     begins = {*begins, *of_copies}
-    stops = {node for node, _ in begins}
+    stops = set(map(_node, begins))
     ends = [(y.grad_fn, y.output_nr) for y in ys if y.grad_fn is not None]
-    behind = leaves_behind([node for node, _ in ends if node not in stops], (), made, stops)
-    # Each thread counts its own nodes, so of two with the same number one is not the task's. If the
-    # numbers do not tell, the pair is right as well: it differentiates all that it computes again.
-    if behind.others or len(set(behind.numbers)) < len(behind.numbers):
+    behind = leaves_behind(filterfalse(stops.__contains__, map(_node, ends)), (), made, stops)
+    # Another thread's node may have a number of the task's. The pair is right as well: it
+    # differentiates all that it computes again.
+    if behind.others:
         return None
     leaves = behind.leaves
     if of_copies or {*map(len, map(outputs_of, stops))} - {1}:  # another output may be used as well

@@ -31,13 +31,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from pipert._typing import Device, Value
-from pipert.autograd.hooks import without_hooks
+from pipert.autograd.hooks import checkpoint_around, without_hooks
 from pipert.balance.cost import Cost, joined, total, without
 from pipert.balance.measure import Call, Storages, collecting_saved, now, weights_of
 from pipert.batch.microbatch import Arguments, explain_example, scatter
 from pipert.batch.tensors import Carried, tensors_of
 from pipert.layers.modules import check_initialised
-from pipert.layers.nested_checkpoint import checkpoint_around
 from pipert.model.calls import (
     Gathering,
     KeepingParameters,

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from pipert._torch import pytree
 from pipert._typing import Tensors
 from pipert.any_model.checkpointed_calls import objects_in, refuse_changes
+from pipert.autograd.hooks import checkpoint_around
 from pipert.batch.tensors import describe, tensors_of, versions
 from pipert.batch.trees import REMEDY, flatten, held_by
 from pipert.errors import PipertError
 from pipert.layers.modules import modules_of
-from pipert.layers.nested_checkpoint import is_in_checkpoint
 from pipert.model.calls import unchanged
 
 __all__ = ["ReplayError"]
@@ -263,7 +263,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
 def refuse_unrepeatable() -> None:
     """Refuse a call of a layer that a checkpoint of the own code would repeat."""
-    if torch.is_grad_enabled() and is_in_checkpoint():
+    if torch.is_grad_enabled() and checkpoint_around() is not None:
         raise ReplayError(
             "the model's own code calls a layer inside of torch.utils.checkpoint (in place of "
             f"checkpoint= of the pipe), whose recomputation needs values, {LACKS}"

@@ -31,11 +31,11 @@ from pipert.batch.tensors import Carried, differentiable, tensors_of
 from pipert.distributed.rank_agreement import Site
 from pipert.distributed.rank_boundary import FAILED, Arrived, Parcel, pack, transfers
 from pipert.layers.batchnorm import PartitionStats
-from pipert.layers.effects import Effects
-from pipert.layers.phase import microbatch
 from pipert.layers.place import Place
 from pipert.layers.random_numbers import RunSeed
 from pipert.observe.run_trace import RunTrace
+from pipert.recompute.effects import Effects
+from pipert.recompute.phase import microbatch
 from pipert.schedules.action import BACKWARD, FORWARD, Action
 from pipert.stage.actions import compute
 from pipert.stage.shared_memory import Shared

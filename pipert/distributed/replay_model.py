@@ -39,8 +39,8 @@ from pipert.layers.call import Layers, Watch
 from pipert.layers.modules import modules_of
 from pipert.layers.place import Place, describe_layer
 from pipert.layers.random_numbers import RunSeed, TaskRng
-from pipert.layers.segments import Segments
 from pipert.model.cuts import check_cuts, homes, layers_of
+from pipert.recompute.segment import Segments
 from pipert.schedules.action import Action
 
 OWN_STREAM = -1

@@ -33,11 +33,11 @@ from pipert.engine.clock import Posting
 from pipert.engine.waiting import Waiting
 from pipert.errors import PipeClosedError, ReentrantCallError
 from pipert.layers.batchnorm import DeferredStats
-from pipert.layers.effects import Effects
 from pipert.layers.modules import compute_cached
 from pipert.layers.random_numbers import RunSeed, Turns, paused
 from pipert.model.data_parallel import refuse_data_parallel, refuse_gradients_of_rows
 from pipert.observe.run_trace import RunTrace, Trace
+from pipert.recompute.effects import Effects
 from pipert.schedules.action import RECOMPUTE
 from pipert.schedules.plan import Plan, plan_call
 from pipert.skip import store

@@ -19,14 +19,14 @@ from pipert.batch.microbatch import Arguments
 from pipert.batch.tensors import Carried, describe
 from pipert.errors import add_note
 from pipert.layers.compiling import call_compiled, is_compiled
-from pipert.layers.effects import Effect, Effects
 from pipert.layers.parameter_copies import ParameterCopies
-from pipert.layers.phase import is_recomputing, microbatch, recompute_here
 from pipert.layers.place import Place, describe_layer
 from pipert.layers.random_numbers import RunSeed, TaskRng, current_task
-from pipert.layers.segments import Segments
-from pipert.layers.snapshot import Snapshot
 from pipert.observe.run_trace import RunTrace
+from pipert.recompute.effects import Effect, Effects
+from pipert.recompute.phase import is_recomputing, microbatch, recompute_here
+from pipert.recompute.segment import Segments
+from pipert.recompute.snapshot import Snapshot
 from pipert.schedules.action import FORWARD, RECOMPUTE, Action
 from pipert.skip.routes import PartitionSkips
 from pipert.skip.store import of_task
@@ -134,7 +134,7 @@ class Layers:
 
     def _compute(self, i: int, start: int, stop: int | None, value: Value) -> Value:
         """Compute some of the layers, one after the other."""
-        buffers = self._snapshot.buffers if self._snapshot and is_recomputing() else {}
+        buffers = self._snapshot.buffers if self._snapshot and recompute_here.get() else {}
         store = None
         if self._skips is not None:
             value, skips = value

@@ -36,12 +36,12 @@ from pipert._torch import (
     watcher,
 )
 from pipert._typing import Value
-from pipert.autograd.checkpoint import refuse_compiled_autograd
 from pipert.autograd.thread_locals import get_thread_local, set_thread_local
 from pipert.batch.tensors import differentiable
 from pipert.errors import TransformError
 from pipert.layers.intercepted import compiled_call
 from pipert.layers.modules import modules_of
+from pipert.recompute.nodes import refuse_compiled_autograd
 
 
 def refuse_compilation(is_step: bool = False) -> None:

@@ -34,9 +34,9 @@ from pipert._torch import AccumulateGrad, outputs_of
 from pipert._typing import Value
 from pipert.autograd.leaves import leaves_behind
 from pipert.batch.tensors import describe, differentiable, version
-from pipert.layers.buffers import original_of
 from pipert.layers.compiling import is_compiled
 from pipert.layers.modules import modules_of
+from pipert.recompute.buffers import original_of
 from pipert.workers.context import is_transformed
 
 Weights = tuple[nn.Parameter, ...]

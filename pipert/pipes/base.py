@@ -30,7 +30,6 @@ from pipert.engine.waiting import still_busy
 from pipert.errors import PipelineTimeout
 from pipert.layers.batchnorm import DeferredStats
 from pipert.layers.compiling import refuse_compilation
-from pipert.layers.phase import is_recomputing
 from pipert.model.devices import refuse_other_devices
 from pipert.model.settings import (
     OF_CALLS,
@@ -41,6 +40,7 @@ from pipert.model.settings import (
 )
 from pipert.observe.event import Observer
 from pipert.pipes.settings import Settings
+from pipert.recompute.phase import is_recomputing
 from pipert.schedules.plan import BOUNDED, Plan, Schedule, maker_of, plan, recomputed_in_each
 from pipert.stage.assembly import Model
 from pipert.stage.backward import unpartitioned_weights

@@ -31,7 +31,7 @@ from pipert.batch.tensors import differentiable
 from pipert.layers.batchnorm import PartitionStats
 from pipert.layers.call import Compute
 from pipert.layers.random_numbers import TaskRng
-from pipert.layers.segments import Segments
+from pipert.recompute.segment import Segments
 from pipert.schedules.action import BACKWARD, FORWARD, RECOMPUTE, WEIGHT, Action
 from pipert.stage.backward import begin, differentiate_partition
 from pipert.stage.shared_memory import Shared, compute_watching

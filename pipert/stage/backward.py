@@ -21,7 +21,7 @@ from pipert.autograd.leaves import Behind, accumulators, is_in_python, leaves_be
 from pipert.autograd.weight_gradients import Deferral
 from pipert.autograd.weight_uses import is_free_of_hooks
 from pipert.batch.tensors import alone
-from pipert.layers.nested_checkpoint import refuse_reentrant_checkpoint
+from pipert.errors import NestedCheckpointError
 from pipert.stage.gradients import Gradients as Sums
 from pipert.stage.ledger import PartitionGraph
 from pipert.stage.stage import Stage
@@ -145,8 +145,27 @@ def gradients_of(
         # When a node raises, its thread keeps the nodes that were ready until its next backward.
         torch.autograd.backward(torch.ones((), device="cpu", requires_grad=True))
         if isinstance(error, RuntimeError):
-            refuse_reentrant_checkpoint(error)
+            _refuse_reentrant(error)
         raise
+
+
+def _refuse_reentrant(error: RuntimeError) -> None:
+    """Replace torch's error about its reentrant checkpoint by one that says what to do in a step.
+
+    Such a checkpoint runs a backward of its own in the middle of ``B[i,j]``, which adds to
+    ``.grad`` itself: a part for each micro-batch, even in a step that fails.
+
+    Raises:
+        NestedCheckpointError: ``error`` is about a reentrant checkpoint.
+    """
+    if str(error).startswith("When use_reentrant=True"):
+        raise NestedCheckpointError(
+            "a layer used torch.utils.checkpoint with use_reentrant=True in forward_backward, "
+            "where it would add a part of each gradient to .grad by itself. Use "
+            "use_reentrant=False (transformers: gradient_checkpointing_enable("
+            "gradient_checkpointing_kwargs={'use_reentrant': False})), or let the pipe checkpoint, "
+            "with checkpoint='always'"
+        ) from error
 
 
 _ENGINELESS = ("_EnterBackward", "_CheckpointBackward", "CompiledFunctionBackward")

@@ -31,9 +31,9 @@ from torch import Tensor
 
 from pipert._typing import Value
 from pipert.autograd import order, streams
-from pipert.autograd.checkpoint import recompute_before
 from pipert.batch.tensors import differentiable
-from pipert.layers.segments import Segments
+from pipert.recompute.nodes import recompute_before
+from pipert.recompute.segment import Segments
 from pipert.stage.copies import Copies
 
 

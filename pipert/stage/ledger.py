@@ -25,7 +25,7 @@ from torch.autograd.graph import GradientEdge, Node
 from pipert._typing import Tensors
 from pipert.autograd import order
 from pipert.autograd.leaves import Behind
-from pipert.layers.segments import Segments
+from pipert.recompute.segment import Segments
 
 
 @dataclass(slots=True, eq=False)

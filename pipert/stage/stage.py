@@ -34,10 +34,10 @@ from pipert.batch.tensors import Carried
 from pipert.layers.batchnorm import PartitionStats
 from pipert.layers.call import Layers
 from pipert.layers.parameter_copies import ParameterCopies, Weights
-from pipert.layers.phase import begin_microbatch, end_microbatch
 from pipert.layers.place import Place
-from pipert.layers.segments import Segments
 from pipert.queues.closable import Once
+from pipert.recompute.phase import begin_microbatch, end_microbatch
+from pipert.recompute.segment import Segments
 from pipert.schedules.action import BACKWARD, FORWARD, WEIGHT, Action
 from pipert.skip.namespace import Key
 from pipert.skip.routes import PartitionSkips

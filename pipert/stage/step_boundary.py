@@ -20,7 +20,7 @@ from pipert.autograd.weight_gradients import DeferredGradients
 from pipert.batch.tensors import Carried, differentiable
 from pipert.batch.trees import CLOSED_TO_GRAPHS, ORDINARY, REMEDY, flatten, held_by
 from pipert.layers.place import Place
-from pipert.layers.segments import Segments
+from pipert.recompute.segment import Segments
 from pipert.schedules.action import WEIGHT
 from pipert.stage.copies import Copies
 from pipert.stage.gradients import Gradients

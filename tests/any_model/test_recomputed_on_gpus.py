@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import pipert
-from pipert.autograd.segment import Segment
 from pipert.layers import call
 from pipert.layers.default_generators import DefaultGenerator
-from pipert.layers.snapshot import Snapshot
+from pipert.recompute.segment import Segment
+from pipert.recompute.snapshot import Snapshot
 from tests.any_model.piped import CHUNKS
 
 pytestmark = [pytest.mark.cuda, pytest.mark.multi_gpu]

@@ -15,7 +15,6 @@ from pipert._torch import node_count
 from pipert.autograd.leaves import (
     is_cast_of_leaf,
     leaves_behind,
-    origins,
 )
 from pipert.autograd.order import begin_numbers
 from tests import scripts
@@ -78,29 +77,6 @@ def test_workers_that_begin_graphs_in_anomaly_detection_do_not_wait_for_each_oth
     """Making an ``AccumulateGrad`` then takes the interpreter's lock, for its stack."""
     done = scripts.run(STEPS)
     assert done.stdout == "nobody waits\n", done.stderr
-
-
-@pytest.mark.parametrize("elsewhere", [False, True])
-def test_a_node_of_another_thread_is_not_the_task_s_though_its_number_might_be(
-    elsewhere: bool,
-) -> None:
-    leaf, first, made = torch.ones(2, requires_grad=True), node_count(), list[Tensor]()
-
-    def make() -> None:
-        begin_numbers(first)
-        made.append(leaf * 2)
-
-    if elsewhere:
-        thread = threading.Thread(target=make)
-        thread.start()
-        thread.join()
-    else:
-        make()
-    y = leaf.exp() * made[0]
-    numbers = range(first, node_count())
-    assert made[0].grad_fn is not None and made[0].grad_fn._sequence_nr() in numbers
-    found = origins([y], [], [], numbers)
-    assert found is None if elsewhere else found == ([leaf], False)
 
 
 class UsesOneOfTheCaller(nn.Module):

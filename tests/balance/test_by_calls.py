@@ -96,10 +96,6 @@ class Group(nn.Module):
         return x
 
 
-def reentrant(group: nn.Module, x: Tensor) -> Any:
-    return checkpoint(group, x, use_reentrant=True)
-
-
 def in_a_closure(group: nn.Module, x: Tensor) -> Any:
     return checkpoint(lambda x: group(x), x, use_reentrant=False)
 
@@ -109,10 +105,9 @@ def in_a_closure(group: nn.Module, x: Tensor) -> Any:
     [
         (lambda group, x: group(x), "layers.1.blocks.1"),
         (partial(checkpoint, use_reentrant=False), "layers.1"),
-        (reentrant, "layers.1"),
         (in_a_closure, "layers.1"),
     ],
-    ids=["plain", "not reentrant", "reentrant", "in a closure"],
+    ids=["plain", "checkpointed", "in a closure"],
 )
 def test_no_cut_is_in_the_middle_of_a_function_that_is_checkpointed(call: Any, cut: str) -> None:
     """A backward would repeat it over two partitions."""

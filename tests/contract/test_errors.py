@@ -18,8 +18,8 @@ from pipert.schedules.plan import plan_call
 from tests.activations import Activations
 from tests.contract.ways import CALL
 from tests.failures import Failures
-from tests.layers import Apply
 from tests.faulty import Acts, acting
+from tests.layers import Apply
 
 SCHEDULES = ("gpipe", "1f1b")
 

@@ -22,10 +22,10 @@ from pipert.batch.tensors import alone
 from tests.activations import Activations
 from tests.contract.ways import MODES, SCHEDULES, Way, each_way, take_step
 from tests.devices.lockstep import in_lockstep
+from tests.faulty import acting
 from tests.layers import Apply
 from tests.settling import settle
 from tests.skips import popping, stashing
-from tests.faulty import acting
 
 pytestmark = pytest.mark.usefixtures("no_gc_in_module")
 

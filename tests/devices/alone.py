@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from pipert.layers.effects import sampled
+from pipert.recompute.effects import sampled
 from pipert.skip.routes import PartitionSkips, routes
 from pipert.skip.store import of_task
 from tests.simulated_gpus.simulation import Simulation

@@ -1,7 +1,7 @@
 """Exempts a layer from recomputation: it runs in ``F[i,j]`` alone.
 
-Segments end before it and begin behind it (``layers/segments.py``). So ``R[i,j]`` goes on with what
-it has returned in ``F[i,j]``, and gradients pass through its one and only graph.
+Segments end before it and begin behind it. So ``R[i,j]`` goes on with what it has returned in
+``F[i,j]``, and gradients pass through its one and only graph.
 """
 
 from __future__ import annotations

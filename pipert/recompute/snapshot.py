@@ -1,7 +1,7 @@
 """Records the state of a partition at its first forward, which a recomputation must find again.
 
 What else may have changed, and changes outputs, such as a mode or an attention kernel,
-is seen by its effect (``layers/effects.py``).
+is seen by its effect (``recompute/effects.py``).
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch import nn
 from pipert._torch import backward_hooks
 from pipert.batch.tensors import Versions
 from pipert.errors import RecomputationError
-from pipert.layers.buffers import Buffers
 from pipert.layers.modules import modules_of
-from pipert.layers.never_recompute import is_exempt
+from pipert.recompute.buffers import Buffers
+from pipert.recompute.exempt import is_exempt
 
 Place = tuple[dict[str, nn.Parameter | None], str, nn.Parameter | None]
 """The dict in which a module looks a parameter up, its name there, and the parameter."""

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from pipert import Pipe, RecomputationError, is_recomputing
 from pipert._torch import call_after_backward
-from pipert.layers import effects
-from pipert.layers.effects import Effects, sampled
+from pipert.recompute import effects
+from pipert.recompute.effects import Effects, sampled
 from tests.contract.ways import CALL, linear
 
 SCHEDULES = [CALL, "gpipe", "1f1b"]

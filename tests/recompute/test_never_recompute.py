@@ -22,7 +22,7 @@ from pipert import (
     never_recompute,
     pipeline,
 )
-from pipert.autograd.segment import Segment
+from pipert.recompute.segment import Segment
 from tests.contract.ways import Way, batch, grads_of, linear, mean, same, take_step
 from tests.layers import Apply
 from tests.skips import popping, stashing

@@ -7,7 +7,7 @@ afterwards the buffers are put back:
 1. The buffers of modules in training mode are put aside, if they are small or have been written
    since the run's first forward. The others may be the weights of a quantised model, or a mask.
 2. A run copies a buffer once, however many recomputations it has. Where a result depends on what
-   they leave in the copy, :mod:`pipert.layers.effects` refuses it.
+   they leave in the copy, :mod:`pipert.recompute.effects` refuses it.
 3. Whoever finds copies, in a recomputation inside of another one or on another thread, computes
    with them. A forward of another caller loses its update that way (docs/batchnorm.md).
 """

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from pipert import Pipe, RecomputationError, is_recomputing
-from pipert.autograd.checkpoint import recompute_before
-from pipert.layers.effects import Effect, Effects
 from pipert.layers.place import Place
-from pipert.layers.segments import Segments
+from pipert.recompute.effects import Effect, Effects
+from pipert.recompute.nodes import recompute_before
+from pipert.recompute.segment import Segments
 from tests.pipes import pipe_of_layers
 
 same = torch.testing.assert_close

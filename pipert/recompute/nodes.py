@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -34,24 +34,10 @@ from pipert.autograd.engine import applied
 from pipert.errors import TransformError
 
 
-class Differentiated(Protocol):
-    """A segment, as *Checkpoint* sees it."""
-
-    def differentiate(self, dys: Sequence[Tensor | None], ctx: Any) -> list[Tensor | None]:
-        """Return the needed gradients of inputs and leaves, given those of the outputs."""
-
-
-class Recomputed(Protocol):
-    """The segments of a partition, as *Recompute* sees them."""
-
-    def recompute_missing(self) -> None:
-        """Recompute what the imminent backward needs."""
-
-
 class _Checkpoint(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, segment: Differentiated, ys: Tensors, xs: Tensors, *begins: Tensor
+        ctx: Any, segment: Any, ys: Tensors, xs: Tensors, *begins: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.materialize_grads = False
         ctx.segment = segment
@@ -87,9 +73,7 @@ def are_needed(edges: Iterable[tuple[Any, int]]) -> list[bool]:
 
 class _Recompute(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, segments: weakref.ref[Recomputed], *ys: Tensor
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, segments: weakref.ref[Any], *ys: Tensor) -> tuple[Tensor, ...]:
         ctx.materialize_grads = False
         ctx.segments = segments
         return tuple([*map(Tensor.detach, ys)])
@@ -123,7 +107,7 @@ _SECOND_TIME = (
 
 
 def through_checkpoint(
-    segment: Differentiated, ys: Tensors, xs: Tensors, leaves: Sequence[Tensor], has_functions: bool
+    segment: Any, ys: Tensors, xs: Tensors, leaves: Sequence[Tensor], has_functions: bool
 ) -> Tensors:
     """Return ``ys`` as functions of a segment's inputs and leaves by one node, *Checkpoint*."""
     apply = _apply_around_functions if has_functions else _apply_checkpoint
@@ -131,7 +115,7 @@ def through_checkpoint(
     return outputs
 
 
-def recompute_before(ys: Tensors, segments: Recomputed) -> Tensors:
-    """Make the backward of ``ys``, which are all differentiable, recompute first."""
+def recompute_before(ys: Tensors, segments: Any) -> Tensors:
+    """Make the backward of ``ys``, which are all differentiable, recompute ``Segments`` first."""
     outputs: Tensors = _apply_recompute(weakref.ref(segments), *ys)
     return outputs

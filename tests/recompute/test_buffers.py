@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pipert import Pipe, is_recomputing
-from pipert.layers import buffers
+from pipert.recompute import buffers
 from tests.contract.ways import CALL, Way, batch, grads_of, linear, mean, same, take_step
 
 RECOMPUTING = [Way(schedule, "always") for schedule in (CALL, "gpipe", "1f1b")]

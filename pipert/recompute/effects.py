@@ -34,7 +34,6 @@ from pipert._torch import (
     is_wrapped,
 )
 from pipert._typing import Value
-from pipert.autograd.segment import REMEDY
 from pipert.autograd.streams import CopyStreams
 from pipert.batch.tensors import differentiable
 from pipert.errors import RecomputationError
@@ -46,6 +45,12 @@ _SIZE = 256  # the most elements of a sample
 _TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-2}
 """The largest difference, relative to the element and to the mean of the sample together."""
 _TOLERANCE = 5e-2  # for other dtypes
+REMEDY = (
+    "; layers must do the same when they run again: no counters, no random numbers from a "
+    "generator of their own, no buffer or mode that has changed, no dependence on what the "
+    "training loop changes, no parameter frozen or released in between. Otherwise exempt "
+    "the layer with pipert.never_recompute, or use checkpoint='never'"
+)
 
 
 Sampled = tuple[torch.Size, torch.dtype, Tensor | None]
