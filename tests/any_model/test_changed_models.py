@@ -46,8 +46,18 @@ def replace_cut(model: Any) -> None:
     model.blocks[2] = block()
 
 
-def replace_cut_by_nothing(model: Any) -> None:
-    model.blocks[2] = nn.Identity()
+def delete_before_cut(model: Any) -> None:
+    del model.blocks[0]
+
+
+def compile_cut(model: Any) -> None:
+    model.blocks[2].compile(backend="eager")
+
+
+def change_inside(model: Any) -> None:
+    model.blocks[1][0] = nn.Linear(4, 4)
+    model.metric = nn.MSELoss()
+    del model.blocks[3]
 
 
 def replace_layer(model: Any) -> None:
@@ -60,17 +70,6 @@ def adapt_layer(model: Any) -> None:
 
 def append_layer(model: Any) -> None:
     model.blocks.append(block())
-
-
-def delete_before_cut(model: Any) -> None:
-    del model.blocks[0]
-
-
-REFUSED: dict[Callable[[Any], None], str] = {
-    replace_cut: "blocks.2",
-    replace_cut_by_nothing: "blocks.2",
-    delete_before_cut: "blocks.2",
-}
 
 
 def total(output: Any, _: Any = None) -> Any:
@@ -90,7 +89,7 @@ def own(model: Any) -> Family:
 
 
 @each_schedule
-@pytest.mark.parametrize("change", REFUSED, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("change", [replace_cut, delete_before_cut, compile_cut])
 def test_cuts_changed_after_the_pipe_was_made_are_refused_by_name(
     change: Callable[[Any], None], schedule: str
 ) -> None:
@@ -101,27 +100,11 @@ def test_cuts_changed_after_the_pipe_was_made_are_refused_by_name(
         pipe(x)
         for one in (pipe, other):  # which has not been called
             change(one.module)
-            for _ in range(2):
-                with pytest.raises(RuntimeError, match=f"{REFUSED[change]}'.*pipe again"):
-                    run(one, x, schedule)
-
-
-def test_a_pipe_made_after_the_change_accepts_it() -> None:
-    model = Model()
-    family = own(model)
-    x = torch.randn(ROWS, 4)
-    with pipeline(model, family, "never") as pipe:
-        replace_cut(model)
-        with pytest.raises(RuntimeError, match=r"blocks\.2"):
-            pipe(x)
-    with pipeline(model, family, "never") as pipe:
-        torch.testing.assert_close(pipe(x), model(x))
-
-
-def change_inside(model: Any) -> None:
-    model.blocks[1][0] = nn.Linear(4, 4)
-    model.metric = nn.MSELoss()
-    del model.blocks[3]
+            with pytest.raises(RuntimeError, match=r"blocks\.2'.*pipe again"):
+                run(one, x, schedule)
+    if change is replace_cut:
+        with pipeline(model, own(model), "never") as pipe:
+            torch.testing.assert_close(pipe(x), model(x))
 
 
 @each_schedule
@@ -137,12 +120,3 @@ def test_other_changes_are_accepted(change: Callable[[Any], None], schedule: str
     total(plain(x)).backward()
     for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(found.grad, expected.grad)
-
-
-@each_schedule
-def test_a_layer_compiled_after_the_pipe_was_made_is_refused(schedule: str) -> None:
-    model = Model()
-    with pipeline(model, own(model), "always") as pipe:
-        model.blocks[2].compile(backend="eager")
-        with pytest.raises(RuntimeError, match=r"'blocks\.2'.*compile"):
-            run(pipe, torch.randn(ROWS, 4), schedule)

@@ -34,22 +34,6 @@ def step(family: Family, chunks: int = 4, rows: int = ROWS) -> Result:
     return reference(copy.deepcopy(model), first_rows(batch, rows), family.loss, chunks)
 
 
-def test_names_of_families_are_unique() -> None:
-    names = [family.name for family in ZOO]
-    assert len(names) == len(set(names))
-
-
-@each_family
-def test_partitions_are_first_called_in_their_order(family: Family) -> None:
-    model, batch = copy.deepcopy(made(family))
-    called: list[str] = []
-    for name in family.cuts:
-        module = model.get_submodule(name)
-        module.register_forward_pre_hook(lambda *_, name=name: called.append(name))
-    reference(model, batch, family.loss, 1)
-    assert list(dict.fromkeys(called)) == list(family.cuts)
-
-
 @each_family
 def test_micro_batches_add_up_to_the_batch_unless_rows_are_mixed(family: Family) -> None:
     rows = ROWS if family.whole_rows else 6

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 
 import pipert
 
-CPUS, GPUS = ["cpu", "cpu"], ["cuda:0", "cuda:1"]
-
 
 class Net(nn.Module):
     """Its own code uses tensors of the first partition in the second."""
@@ -28,7 +26,17 @@ class Net(nn.Module):
         return y
 
 
-def compare(devices: list[str], frozen: bool, schedule: str, checkpoint: str) -> None:
+@pytest.mark.parametrize(
+    "devices", [["cpu", "cpu"], pytest.param(["cuda:0", "cuda:1"], marks=pytest.mark.multi_gpu)]
+)
+@pytest.mark.parametrize(
+    ("schedule", "checkpoint"), [("1f1b", "never"), ("gpipe", "always")]
+)
+@pytest.mark.parametrize("frozen", [True, False])
+def test_gradients_are_those_of_the_plain_models(
+    frozen: bool, schedule: str, checkpoint: str, devices: list[str]
+) -> None:
+    """On GPUs the step's own copies between devices are not for tensors of the inner pipe."""
     torch.manual_seed(0)
     nets = [Net().double(), Net().double()]
     plain = copy.deepcopy(nets)
@@ -55,26 +63,3 @@ def compare(devices: list[str], frozen: bool, schedule: str, checkpoint: str) ->
     for net, other in zip(nets, plain, strict=True):
         for ours, theirs in zip(net.parameters(), other.parameters(), strict=True):
             torch.testing.assert_close(ours.grad, theirs.grad, check_device=False)
-
-
-both_ways = pytest.mark.parametrize(
-    ("schedule", "checkpoint"), [("1f1b", "never"), ("gpipe", "always")]
-)
-
-
-@both_ways
-@pytest.mark.parametrize("frozen", [True, False])
-def test_gradients_are_those_of_the_plain_models(
-    frozen: bool, schedule: str, checkpoint: str
-) -> None:
-    compare(CPUS, frozen, schedule, checkpoint)
-
-
-@both_ways
-@pytest.mark.multi_gpu
-@pytest.mark.parametrize("frozen", [True, False])
-def test_gradients_on_shared_gpus_are_those_of_the_plain_models(
-    frozen: bool, schedule: str, checkpoint: str
-) -> None:
-    """The step's own copies between the devices are not for the tensors of the inner pipe."""
-    compare(GPUS, frozen, schedule, checkpoint)
