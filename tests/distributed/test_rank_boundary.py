@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipert import distributed
-from pipert.balance import Arguments, crossing_sizes
+from pipert.balance import Arguments, layer_sizes
 from pipert.distributed import rank_stage
 from pipert.distributed.rank_boundary import Arrived, Parcel, pack
 from pipert.distributed.rank_stage import RankStage
@@ -179,7 +179,7 @@ def bytes_sent(rank: int, case: Case, balance: list[int]) -> int:
 @pytest.mark.parametrize(("make", "balance"), [(u_net, [2, 1, 1, 2]), (trees, [1, 1, 1, 1])])
 def test_each_rank_sends_the_predicted_bytes(make: Any, balance: Sequence[int]) -> None:
     case = make()
-    sizes = crossing_sizes(case.model, Arguments(case.args, case.kwargs))
+    sizes = layer_sizes(case.model, Arguments(case.args, case.kwargs))
     cuts = [sum(balance[:j]) for j in range(1, len(balance))]
     found = run(len(balance), bytes_sent, case, list(balance))
-    assert found == [*(sizes[cut] for cut in cuts), 0]
+    assert found == [*(sizes[cut].crossing for cut in cuts), 0]
