@@ -19,7 +19,7 @@ from pipert._torch import NormBase
 from pipert._typing import Device, Value
 from pipert.balance.by_cost import check_partitions, minimise_longest_block
 from pipert.balance.calls import as_arguments, copy_of, micro_batches
-from pipert.balance.measure import Cost, joined, now, total
+from pipert.balance.measure import Cost, joined, now, total, without
 from pipert.batch.microbatch import arguments_of
 from pipert.batch.tensors import tensors_of
 from pipert.model.calls import settled
@@ -192,22 +192,10 @@ class _Search:
         self._seconds = [block.seconds for block in blocks]
         self._again = sum([block.forward for block in blocks]) / (sum(self._seconds) or 1.0)
         """What a recomputation takes of the time of the rest."""
-
-        last: tuple[int, int, Cost] = 0, 1, blocks[0]
-
-        @cache
-        def needs(a: int, b: int) -> tuple[float, int, int]:
-            """Return the bytes of the weights and of a task, and of each micro-batch: of one that
-            is saved, and of one that is recomputed."""
-            nonlocal last
-            follows = last[:2] == (a + 1, b)  # as blocks are asked for
-            part = joined([blocks[a], last[2]]) if follows else joined(blocks[a:b])
-            last = a, b, part
-            weights = total(part.parameters) + (scale - 1) * total(part.trained)
-            saved, kept = total(part.saved), total({**part.inputs, **part.kept})
-            return weights + saved + total(part.inputs), saved, kept
-
-        self._blocks, self._needs = blocks, needs
+        weights = [total(each.parameters) + (scale - 1) * total(each.trained) for each in blocks]
+        self._weights = [0.0, *accumulate(weights)]
+        saved = [total(without(each.saved, each.inputs)) for each in blocks]
+        self._saved, self._blocks = [0, *accumulate(saved)], blocks
         self._copy_time = cache(_copy_time)
 
     def candidates(self) -> Iterator[Candidate]:
@@ -242,8 +230,9 @@ class _Search:
         tried = dict[tuple[int, ...], Candidate]()
 
         def used(j: int, a: int, b: int) -> float:
-            fixed, saved, kept = self._needs(a, b)
-            return fixed + (keeps[j] - 1) * (kept if modes[j] == "always" else saved)
+            saved, given = self._saved[b] - self._saved[a], total(self._blocks[a].inputs)
+            kept = given if modes[j] == "always" else saved
+            return self._weights[b] - self._weights[a] + saved + given + (keeps[j] - 1) * kept
 
         def fits(j: int, a: int, b: int) -> bool:
             return used(j, a, b) <= rooms[j]
