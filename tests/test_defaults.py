@@ -86,7 +86,6 @@ def test_an_example_is_a_mini_batch_everywhere() -> None:
     layers[0].register_forward_hook(lambda _, args, __: rows.add(len(args[0])))
     balance.balance_by_time(2, layers, X, chunks=2, timeout=0)
     balance.balance_by_size(2, layers, X, chunks=2)
-    balance.crossing_sizes(layers, X, chunks=2)
     assert rows == {4}
 
 

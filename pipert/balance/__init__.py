@@ -14,7 +14,6 @@ from pipert.balance.measured import (
     LayerSize,
     balance_by_size,
     balance_by_time,
-    crossing_sizes,
     layer_sizes,
     layer_times,
 )
@@ -26,7 +25,6 @@ __all__ = [
     "balance_by_cost",
     "balance_by_size",
     "balance_by_time",
-    "crossing_sizes",
     "layer_sizes",
     "layer_times",
 ]

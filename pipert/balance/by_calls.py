@@ -21,8 +21,7 @@ from torch import nn
 from pipert._typing import Device, Value
 from pipert.balance.by_cost import balance_by_cost, check_partitions
 from pipert.balance.calls import measure_calls, measuring_device
-from pipert.balance.cost import Cost
-from pipert.balance.measure import counting, once_for_equal, repeated, time_once
+from pipert.balance.measure import Cost, counting, once_for_equal, repeated, time_once
 from pipert.batch.microbatch import Arguments, arguments_of
 from pipert.layers.compiling import is_compiled_itself
 from pipert.model.cuts import is_called, layers_of

@@ -24,18 +24,27 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from pipert._typing import Device, Value
 from pipert.autograd.hooks import checkpoint_around, without_hooks
-from pipert.balance.cost import Cost, joined, total, without
-from pipert.balance.measure import Call, Storages, collecting_saved, now, weights_of
+from pipert.balance.measure import (
+    Call,
+    Cost,
+    Measure,
+    Sizes,
+    Storages,
+    collecting_saved,
+    joined,
+    now,
+    weights_of,
+    without,
+)
 from pipert.batch.microbatch import Arguments, explain_example, scatter
-from pipert.batch.tensors import Carried, tensors_of
+from pipert.batch.tensors import Carried, differentiable, tensors_of
 from pipert.layers.modules import check_initialised
 from pipert.model.calls import (
     Gathering,
@@ -51,23 +60,18 @@ from pipert.model.split import check_module
 from pipert.skip.namespace import Key
 from pipert.skip.routes import PartitionSkips, routes, verify_skippables
 
-T = TypeVar("T")
-
 _NO_SKIPS = PartitionSkips((), (), {})
-
-Measure = Callable[[Call], tuple[T, Carried]]
-"""Returns what it finds of a call, and the output."""
 
 
 class _Round:
     """Calls copies of layers, each made for one call."""
 
-    def __init__(self, device: torch.device, measure: Measure[Any]) -> None:
+    def __init__(self, device: torch.device, measure: Measure) -> None:
         self.device, self.storages, self._measure = device, Storages(), measure
 
     def call(
         self, name: str, layer: nn.Module, inputs: Carried, skips: PartitionSkips = _NO_SKIPS
-    ) -> tuple[Any, Carried]:
+    ) -> tuple[Cost, Carried]:
         """Return what was measured, and a detached copy of the output."""
         try:
             copied = copy_of(layer, self.device)
@@ -93,24 +97,27 @@ def _unchanged(model: nn.Module, device: torch.device) -> Iterator[KeepingParame
 
 
 def measure_layers(
-    module: nn.Sequential, value: Value, device: Device | None, measure: Measure[T]
-) -> list[T]:
+    module: nn.Sequential, value: Value, device: Device | None, measure: Measure
+) -> list[Cost]:
     """Return what ``measure`` finds of each layer, in order, for one micro-batch."""
     check_module(module)
     verify_skippables(module)
     where = measuring_device(device, module)
     named = [(name, layer) for name, layer in module._modules.items() if layer is not None]
     one_layer_each = routes([nn.Sequential(layer) for _, layer in named])
-    current, stashed, results = _Round(where, measure), dict[Key, Value](), list[T]()
+    current, stashed, costs = _Round(where, measure), dict[Key, Value](), list[Cost]()
     with _unchanged(module, where) as keeping, keeping.paused():
         value = current.storages.copied(settled(value, where))
         for (name, layer), skips in zip(named, one_layer_each, strict=True):
             popped = tuple([stashed[key] for key, _ in skips.arriving])
             inputs = Carried(as_arguments(value), popped)
-            found, (value, left) = current.call(name, layer, inputs, skips)
-            results.append(found)
+            cost, (value, left) = current.call(name, layer, inputs, skips)
+            # A skip crosses a cut by itself, also where the next layer gets the same tensor.
+            tensors, rebuild = tensors_of(left)
+            left = rebuild(tuple([tensor.clone() for tensor in tensors]))
+            costs.append(cost._replace(outputs=current.storages.sizes((value, left))))
             stashed.update(zip([key for key, _ in skips.leaving], left, strict=True))
-    return results
+    return costs
 
 
 def measure_calls(
@@ -119,11 +126,10 @@ def measure_calls(
     begins: Collection[str],
     example: Arguments,
     device: torch.device,
-    measure: Measure[Cost],
+    measure: Measure,
     *,
     then: Callable[[Value], object] = lambda output: output,
     upstream: dict[str, set[str]] | None = None,
-    follows_values: bool = False,
 ) -> dict[str, Cost]:
     """Return the cost of each block, by its layer's name, in the order of first calls.
 
@@ -133,47 +139,26 @@ def measure_calls(
         then: gets the model's output, and counts as its own code: a loss.
         upstream: gets, by its name, the layers that each one's first arguments were computed from,
             and those of which that is unknown, as their outputs need no gradient.
-        follows_values: whether to find the bytes that the model's own code saves, and those that it
-            takes from earlier blocks, which makes that code slow.
     """
     made_by = {} if upstream is None else upstream
-    calls = _Calls(model, layers, begins, _Round(device, measure), made_by, follows_values)
+    calls = _Calls(model, layers, begins, _Round(device, measure), made_by)
     elsewhere = any(t.device != device for t in (*model.parameters(), *model.buffers()))
     with (
         _unchanged(model, device) as calls.keeping,
         collecting_saved(calls.saved),
         intercepted(layers.values(), calls),
         calls.gathering if elsewhere else contextlib.nullcontext(),
-        calls.own_code if follows_values else contextlib.nullcontext(),
     ):
         args, kwargs = settled(example, device)
         calls.begin_own_code()
         try:
-            then(model(*args, **kwargs))
+            output = model(*args, **kwargs)
+            then(output)
         except TypeError as error:
             explain_example(error, model, Arguments(args, kwargs))
             raise
-        calls.end_own_code(())
+        calls.end_own_code(output)
     return calls.costs()
-
-
-class _OwnCode(TorchFunctionMode):
-    """Notes what the model's own code uses and makes."""
-
-    def __init__(self, storages: Storages) -> None:
-        super().__init__()
-        self.used, self.made = dict[int, int](), dict[int, int]()
-        self.is_paused, self._storages = False, storages
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        output = func(*args, **kwargs or {})
-        if not self.is_paused and (made := self._storages.sizes(output)):  # else: of a shape
-            used = self._storages.sizes([args, kwargs])
-            self.used.update(used)
-            self.made.update(without(made, used))
-        return output
 
 
 _FIRST = "."  # stands for the first block, until it begins
@@ -191,60 +176,52 @@ class _Calls:
         begins: Collection[str],
         current: _Round,
         upstream: dict[str, set[str]],
-        follows_values: bool,
     ) -> None:
-        self._model, self._begins, self._round = model, begins, current
+        self._model, self._begins, self._round, self._upstream = model, begins, current, upstream
         self._names = {layer: name for name, layer in layers.items()}
-        self._follows, self._upstream = follows_values, upstream
-        self._block, self._began, self._made = _FIRST, 0.0, set[int]()
+        self._block, self._began, self._known = _FIRST, 0.0, set[int]()
         self._found: dict[str, list[Cost]] = {_FIRST: []}
         self._weights = current.storages.sizes([*model.parameters(), *model.buffers()])
         self.saved, self._brought = list[Tensor](), list[Tensor]()
         """By the model's own code since the last layer, and for it from other devices."""
         self.gathering = Gathering(current.device, self._brought)
-        self.own_code = _OwnCode(current.storages)
         self._unknown = set[str]()
         self._checkpoint: object = None  # around the last layer
-        self._made_by = dict[Any, set[str]]()  # by an output's node, its layer and those upstream
+        self._made_by = dict[Any, tuple[set[str], Sizes]]()
+        """By the node of what layers get and give, the layers that computed it, and its bytes."""
 
     def costs(self) -> dict[str, Cost]:
         """Return the costs of the blocks; weights of no layer that was called are the first's."""
         self._found.pop(_FIRST, None)
         found = {name: joined(costs) for name, costs in self._found.items()}
-        if self._follows and found:
-            first = next(iter(found))
-            called = {key for cost in found.values() for key in cost.parameters}
+        called = {key for cost in found.values() for key in cost.parameters}
+        for name, cost in [*found.items()][:1]:
             rest: Any = {k: without(each, called) for k, each in weights_of(self._model).items()}
-            found[first] = joined([Cost(**rest), found[first]])
+            found[name] = joined([Cost(**rest), cost])
         return found
 
     def begin_own_code(self) -> None:
         """Start the clock, before the model runs and behind each layer."""
-        for notes in (self.saved, self._brought, self.own_code.used, self.own_code.made):
-            notes.clear()
-        self.own_code.is_paused = False
+        self.saved.clear()
+        self._brought.clear()
         self._began = now(self._round.device)
 
-    def end_own_code(self, inputs: Value) -> None:
-        """Count what the model's own code has cost, before a layer gets ``inputs``."""
+    def end_own_code(self, value: Value) -> set[str]:
+        """Count what the model's own code has cost, before a layer gets ``value``.
+
+        Returns:
+            The layers from whose outputs it was computed.
+        """
         seconds = now(self._round.device) - self._began
-        self.own_code.is_paused = True
-        cost = Cost(seconds, 2 * seconds, 2 * seconds)  # rule 3
-        if self._follows:
-            storages = self._round.storages
-            brought = storages.sizes(self._brought)
-            saved = without(storages.sizes(self.saved), self._weights, brought)
-            used = {k: b for k, b in self.own_code.used.items() if k in self._made}
-            made = storages.alive(self.own_code.made)
-            self._made |= made.keys()
-            given = {k: b for k, b in storages.sizes(inputs).items() if k in made}
-            most = total({**used, **saved, **given})
-            peak = 3 * total(saved) + total(given)  # a cross entropy has two gradients at once
-            cost = cost._replace(
-                inputs=used, outputs=made, saved=saved, kept=saved, forward_peak=most,
-                layer_peak=most, backward_peak=peak, split_peak=peak,
-            )  # fmt: skip
+        sizes = self._round.storages.sizes
+        names, used = self._sources(value)
+        saved = without(sizes(self.saved), self._weights, sizes(self._brought))
+        made = without(sizes(value), self._known)
+        self._note(value, names)
+        # Rule 3.
+        cost = Cost(seconds, 2 * seconds, inputs=used, outputs=made, saved=saved, kept=saved)
         self._found[self._block].append(cost)
+        return names
 
     def call(self, module: nn.Module, call: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Measure a copy of a layer, and return its detached output."""
@@ -252,35 +229,46 @@ class _Calls:
         if name is None:  # a layer inside a pipe
             return call(*args, **kwargs)
         arguments = Arguments(args, kwargs)
-        self.end_own_code(arguments)
+        upstream = self.end_own_code(arguments)
         before, self._checkpoint = self._checkpoint, checkpoint_around()
         is_inside = before is self._checkpoint is not None  # of what a backward repeats as a whole
         if name in self._begins and name not in self._found and not is_inside:
             self._block = name
             self._found[name] = self._found.pop(_FIRST, [])
-        upstream = self._sources(arguments)
         self._upstream.setdefault(name, upstream)
         # Without the hooks of a checkpoint around layers.
         with self.gathering.paused(), self.keeping.paused(), without_hooks():
             cost, output = self._round.call(name, module, Carried(arguments, ()))
         self._found[self._block].append(cost)
-        self._made |= cost.outputs.keys()
-        nodes = [t.grad_fn for t in tensors_of(output)[0] if t.requires_grad]
-        self._made_by.update(dict.fromkeys(nodes, upstream | {name}))
-        self._unknown |= {name} if not nodes else set()
+        self._note(output, upstream | {name})
+        if not differentiable(output)[0]:
+            self._unknown.add(name)
         self.begin_own_code()
         return output.value
 
-    def _sources(self, value: Value) -> set[str]:
-        """Return the layers from whose outputs the model's own code has computed a value."""
-        found, seen = set(self._unknown), set[Any]()
+    def _note(self, value: Value, names: set[str]) -> None:
+        """Note what goes into or comes out of a layer, and the layers that it was computed by."""
+        self._known |= self._round.storages.sizes(value).keys()
+        for tensor in tensors_of(value)[0]:
+            if tensor.grad_fn is not None:
+                self._made_by[tensor.grad_fn] = names, self._round.storages.sizes(tensor)
+
+    def _sources(self, value: Value) -> tuple[set[str], Sizes]:
+        """Return the layers by which a value was computed, and the bytes of what the model's own
+        code computed it from."""
+        found, used, seen = set(self._unknown), dict[int, int](), set[Any]()
         nodes = [tensor.grad_fn for tensor in tensors_of(value)[0]]
         while nodes:
-            if (node := nodes.pop()) is not None and node not in seen:
-                seen.add(node)
-                found |= self._made_by.get(node, set())
+            if (node := nodes.pop()) is None or node in seen:
+                continue
+            seen.add(node)
+            if node in self._made_by:
+                names, sizes = self._made_by[node]
+                found |= names
+                used.update(sizes)
+            else:
                 nodes += [before for before, _ in node.next_functions]
-        return found
+        return found, used
 
 
 def as_arguments(value: Value) -> Arguments:

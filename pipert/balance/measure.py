@@ -1,4 +1,8 @@
-"""Measures one call of a layer: seconds, and bytes."""
+"""Measures one call of a layer: seconds and bytes.
+
+Bytes are counted, tensor by tensor, by the storage behind each. What several layers share counts
+once when the costs of consecutive layers are joined.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,12 @@ import contextlib
 import contextvars
 import re
 import sys
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from functools import partial, reduce
 from importlib import import_module
 from importlib.util import find_spec
-from itertools import chain, count
+from itertools import product
+from statistics import median, median_low
 from time import perf_counter
 from typing import Any, NamedTuple, TypeVar
 
@@ -23,14 +28,92 @@ from pipert.any_model.checkpointed_calls import objects_in, refuse_changes
 from pipert.autograd.engine import differentiate
 from pipert.autograd.leaves import leaves_behind
 from pipert.autograd.order import edge_of
-from pipert.autograd.weight_gradients import Deferral, DeferredGradients, compute_deferred
-from pipert.balance.cost import Cost, Sizes, medians, total, without
+from pipert.autograd.weight_gradients import Deferral, compute_deferred
 from pipert.batch.tensors import Carried, differentiable, tensors_of
 from pipert.model.calls import settled
 from pipert.skip.routes import PartitionSkips
 from pipert.skip.store import of_task
 
+A = TypeVar("A")
 T = TypeVar("T")
+
+Sizes = Mapping[int, int]
+"""Bytes by a number of each storage, or tensor, so that what several layers share counts once."""
+
+
+def total(sizes: Sizes) -> int:
+    """Return the sum of the bytes."""
+    return sum(sizes.values())
+
+
+def without(sizes: Sizes, *others: Iterable[int]) -> dict[int, int]:
+    """Return the sizes whose numbers are in none of the others."""
+    known = set[int]().union(*others)
+    return {key: size for key, size in sizes.items() if key not in known}
+
+
+class Cost(NamedTuple):
+    """Seconds and bytes of a layer, a block or a partition for one micro-batch."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+    """Seconds of the backward with all gradients."""
+    weight: float = 0.0
+    """Seconds of those gradients that can be deferred."""
+    parameters: Sizes = {}
+    """Parameters and buffers."""
+    trained: Sizes = {}
+    """Parameters that require grad."""
+    inputs: Sizes = {}
+    """Values from before: arguments, popped skips, and what the model's own code uses."""
+    outputs: Sizes = {}
+    """Values for later layers, stashed skips included."""
+    saved: Sizes = {}
+    """What the backward needs, without weights."""
+    kept: Sizes = {}
+    """The part of ``saved`` that is not recomputed: of the model's own code, and of the loss."""
+    deferred: int = 0
+    """Bytes that are kept for the gradients that can be deferred."""
+    kind: tuple[Hashable, ...] = ()
+    """For each layer what those of the same class, with the same shapes, have in common."""
+
+    @property
+    def seconds(self) -> float:
+        """The time of the forward and the backward."""
+        return self.forward + self.backward
+
+    def joined(self, later: Cost) -> Cost:
+        """Return the cost of this and of what comes ``later``."""
+        inputs = {**self.inputs, **without(later.inputs, self.outputs)}
+        return Cost(*map(_added, self, later))._replace(inputs=inputs)
+
+
+def _added(a: Any, b: Any) -> Any:
+    return {**a, **b} if isinstance(a, dict) else a + b
+
+
+def joined(costs: Sequence[Cost]) -> Cost:
+    """Return the cost of consecutive layers, one or more."""
+    return reduce(Cost.joined, costs)
+
+
+_TIMES = "forward", "backward", "weight"
+_NOISE = 0.25
+"""A layer counts as slower than equal ones only if it is, by this share, in each round."""
+
+
+def medians(rounds: Sequence[Sequence[Cost]]) -> list[Cost]:
+    """Return the first round's costs with the median times of all; equal layers take as long."""
+    costs, equal = [*rounds[0]], dict[Hashable, list[int]]()
+    for k, cost in enumerate(costs):
+        equal.setdefault(cost.kind, []).append(k)
+    for same, name in product(equal.values(), _TIMES):
+        times = {k: [getattr(each[k], name) for each in rounds] for k in same}
+        middle = median_low(map(median, times.values()))
+        for k, own in times.items():
+            is_equal = min(own) <= (1 + _NOISE) * middle and max(own) >= (1 - _NOISE) * middle
+            costs[k] = costs[k]._replace(**{name: middle if is_equal else median(own)})
+    return costs
 
 
 class Storages:
@@ -59,10 +142,6 @@ class Storages:
             self._same[self._number(made.untyped_storage())] = self._same.get(key, key)
         return rebuild(copies)
 
-    def alive(self, sizes: Sizes) -> dict[int, int]:
-        """Return the sizes of storages that are still there."""
-        return {key: size for key, size in sizes.items() if not self._known[key].expired()}
-
     def _number(self, storage: torch.UntypedStorage) -> int:
         known = weak_storage(storage)
         self._known.setdefault(known.cdata, known)
@@ -82,10 +161,10 @@ class Call(NamedTuple):
     """The skips that it stashes and pops."""
     storages: Storages
 
-    def fresh_inputs(self) -> Carried:
-        """Return the inputs for one forward: not leaves, so that the layer may work in place."""
-        inputs: Carried = self.storages.copied(settled(self.inputs, self.device))
-        return inputs
+    def fresh_inputs(self) -> tuple[Carried, Carried]:
+        """Return leaves, and copies of them for one forward, which may work in place."""
+        leaves: Carried = settled(self.inputs, self.device)
+        return leaves, self.storages.copied(leaves)
 
     def forward(self, inputs: Carried) -> Carried:
         """Run the layer; return its output and the values stashed for later layers."""
@@ -124,26 +203,22 @@ def _settings(module: nn.Module) -> Iterator[tuple[str, str]]:
             yield name, str((value.shape, value.dtype)) if is_tensor else repr(value)
 
 
-Measured = Callable[[Call], tuple[Cost, Carried]]
+Measure = Callable[[Call], tuple[Cost, Carried]]
+"""Returns the cost of a call, and its output."""
 
 
-def once_for_equal(measure: Measured) -> Measured:
+def once_for_equal(measure: Measure) -> Measure:
     """Return ``measure`` for layers unlike those before; of equal ones only sizes are counted."""
-    known, fresh = dict[Hashable, Cost](), count(-1, -1)
+    known = dict[Hashable, Cost]()
 
     def measured(call: Call) -> tuple[Cost, Carried]:
         kind = call.kind
         if kind not in known:
             known[kind], output = measure(call)
             return known[kind], output
-        like = known[kind]
         own, output = measure_sizes(call)
-        names = "inputs", "outputs", "saved"
-        keys = [[*chain(*[getattr(cost, name) for name in names])] for cost in (like, own)]
-        same = dict(zip(*keys, strict=False))
-        later = {same.get(key, next(fresh)): size for key, size in like.later.items()}
-        found = {name: getattr(own, name) for name in (*names, "parameters", "trained")}
-        return like._replace(**found, later=later), output
+        times = {name: getattr(known[kind], name) for name in (*_TIMES, "deferred")}
+        return own._replace(**times), output
 
     return measured
 
@@ -161,9 +236,17 @@ def repeated(measure: Callable[[], Sequence[Cost]], timeout: float) -> list[floa
 
 def time_once(call: Call) -> tuple[Cost, Carried]:
     """Measure times, computing once: arguments may remember it, as a cache of keys does."""
-    inputs = call.fresh_inputs()
-    output, forward, _ = _metered(call.device, partial(call.forward, inputs), False)
-    backward, _ = _backward(call, inputs, output, counts_bytes=False)
+    leaves, inputs = call.fresh_inputs()
+    output, forward = _timed(call.device, partial(call.forward, inputs))
+    roots, _ = differentiable(output)
+    parameters = [parameter for parameter in call.layer.parameters() if parameter.requires_grad]
+    wanted = [*differentiable(leaves)[0], *parameters]
+    if not roots or not wanted:
+        return Cost(forward, kind=call.kind), output
+    ones = [torch.ones_like(root) for root in roots]
+    # Only to these: a cache may lead to other layers, whose backward has already run.
+    run = partial(torch.autograd.grad, roots, wanted, ones, allow_unused=True)
+    _, backward = _timed(call.device, run)
     return Cost(forward, backward, kind=call.kind), output
 
 
@@ -173,24 +256,9 @@ def time_warm(call: Call) -> tuple[Cost, Carried]:
     return time_once(call)
 
 
-def _backward(
-    call: Call, inputs: Carried, output: Carried, counts_bytes: bool = True
-) -> tuple[float, int]:
-    """Measure a backward to the inputs and parameters that need a gradient."""
-    roots, _ = differentiable(output)
-    leaves = [parameter for parameter in call.layer.parameters() if parameter.requires_grad]
-    wanted = [*differentiable(inputs)[0], *leaves]
-    if not roots or not wanted:
-        return 0.0, 0
-    ones = [torch.ones_like(root) for root in roots]
-    # Only to these: a cache may lead to other layers, whose backward has already run.
-    run = partial(torch.autograd.grad, roots, wanted, ones, allow_unused=True)
-    return _metered(call.device, run, counts_bytes)[1:]
-
-
 def measure_sizes(call: Call) -> tuple[Cost, Carried]:
     """Count what a forward takes, makes and saves."""
-    inputs, saved, sizes = call.fresh_inputs(), list[Tensor](), call.storages.sizes
+    (_, inputs), saved, sizes = call.fresh_inputs(), list[Tensor](), call.storages.sizes
     with collecting_saved(saved):
         output = call.forward(inputs)
     weights = sizes([*call.layer.parameters(), *call.layer.buffers()])
@@ -205,7 +273,7 @@ def measure_sizes(call: Call) -> tuple[Cost, Carried]:
 
 
 def measure_all(call: Call) -> tuple[Cost, Carried]:
-    """Measure times, sizes and peaks.
+    """Measure times and sizes.
 
     Raises:
         RuntimeError: the layer changes an argument, and could not be recomputed.
@@ -214,43 +282,33 @@ def measure_all(call: Call) -> tuple[Cost, Carried]:
     objects = objects_in([*args, *kwargs.values()])
     cost, output = measure_sizes(call)
     refuse_changes(objects)  # before it is called again
-    return medians([[_measure_peaks(call, cost)] for _ in range(3)])[0], output
+    rounds = [[_time_deferred(call)] for _ in range(3)]
+    (times,) = medians(rounds)
+    found = {name: getattr(times, name) for name in (*_TIMES, "deferred")}
+    return cost._replace(**found), output
 
 
-def _measure_peaks(call: Call, cost: Cost) -> Cost:
-    """Measure times and peaks of a layer whose sizes are known."""
-    inputs = call.fresh_inputs()
-    again, forward, forward_extra = _metered(call.device, partial(call.forward, inputs))
-    backward, backward_extra = _backward(call, inputs, again)
-    del again
-    inputs = call.fresh_inputs()
+def _time_deferred(call: Call) -> Cost:
+    """Measure times, also of the gradients that can be deferred, and count what these need."""
+    cost, _ = time_once(call)
+    leaves, inputs = call.fresh_inputs()
     roots, _ = differentiable(call.forward(inputs))
-    ones = [torch.ones_like(root) for root in roots]
-    uses, split, split_extra = _metered(call.device, partial(_defer, inputs, roots, ones))
+    if not roots:
+        return cost
+    edges = [edge_of(root) for root in roots]
+    nodes = [edge.node for edge in edges]
+    put_off = Deferral(leaves_behind(nodes), nodes)
+    wanted = [*differentiable(leaves)[0], *put_off.leaves]
+
+    def run(wanted: Sequence[Any], ys: Sequence[Any], dys: Sequence[Tensor]) -> Any:
+        return differentiate(ys, wanted, dys)
+
+    uses = put_off.differentiate(run, wanted, edges, [torch.ones_like(root) for root in roots])[1]
     sizes = call.storages.sizes
     weights = sizes([*call.layer.parameters(), *call.layer.buffers()])
-    arriving = sizes([use.dy for use in uses])
-    later = without({**sizes([use.x for use in uses]), **arriving}, weights)
-    deferred = sum({id(leaf): leaf.nbytes for use in uses for leaf in use.leaves}.values())
-    _, weight, _ = _metered(call.device, partial(compute_deferred, uses))
-    made = without(cost.outputs, cost.inputs)
-    if call.device.type != "cuda":  # nobody counts
-        forward_extra = total(made) + total(without(cost.saved, cost.inputs, made))
-        backward_extra = total(cost.inputs) + total(cost.trained)
-        split_extra = backward_extra - deferred + total(arriving)
-    before = total(cost.saved) + total(cost.outputs)
-    return cost._replace(
-        forward=forward,
-        backward=backward,
-        split=split,
-        weight=weight,
-        deferred=deferred,
-        later=later,
-        forward_peak=total(cost.inputs) + forward_extra,
-        layer_peak=total(cost.inputs) + forward_extra,
-        backward_peak=before + backward_extra,
-        split_peak=before + split_extra,
-    )
+    deferred = total(without(sizes([(use.x, use.dy) for use in uses]), weights))
+    _, weight = _timed(call.device, partial(compute_deferred, uses))
+    return cost._replace(weight=min(weight, cost.backward), deferred=deferred)
 
 
 def weights_of(module: nn.Module) -> dict[str, Any]:
@@ -262,35 +320,11 @@ def weights_of(module: nn.Module) -> dict[str, Any]:
     }
 
 
-def _defer(
-    inputs: Carried, roots: Sequence[Tensor], ones: Sequence[Tensor]
-) -> list[DeferredGradients]:
-    """Differentiate a layer, except for the gradients that can be deferred; return these."""
-    if not roots:
-        return []
-    edges = [edge_of(root) for root in roots]
-    nodes = [edge.node for edge in edges]
-    put_off = Deferral(leaves_behind(nodes), nodes)
-    wanted = [*differentiable(inputs)[0], *put_off.leaves]
-
-    def run(wanted: Sequence[Any], ys: Sequence[Any], dys: Sequence[Tensor]) -> Any:
-        return differentiate(ys, wanted, dys)
-
-    return put_off.differentiate(run, wanted, edges, ones)[1]
-
-
-def _metered(
-    device: torch.device, run: Callable[[], T], counts_bytes: bool = True
-) -> tuple[T, float, int]:
-    """Run; return the result, the seconds, and on a GPU the peak of bytes beyond those before."""
-    counts_bytes, before = counts_bytes and device.type == "cuda", 0
-    if counts_bytes:
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
+def _timed(device: torch.device, run: Callable[[], T]) -> tuple[T, float]:
+    """Run; return the result and the seconds."""
     begin = now(device)
     result = run()
-    seconds = now(device) - begin
-    return result, seconds, torch.cuda.max_memory_allocated(device) - before if counts_bytes else 0
+    return result, now(device) - begin
 
 
 def now(device: torch.device) -> float:
@@ -312,19 +346,15 @@ def collecting_saved(found: list[Tensor]) -> Iterator[None]:
         yield
 
 
-A = TypeVar("A")
-R = TypeVar("R")
-
-
 @contextlib.contextmanager
-def counting(what: str, measure: Callable[[A], R]) -> Iterator[Callable[[A], R]]:
+def counting(what: str, measure: Callable[[A], T]) -> Iterator[Callable[[A], T]]:
     """Yield ``measure``, whose calls a bar counts: with tqdm, if it is there, on a terminal."""
     if sys.stderr is None or not sys.stderr.isatty() or find_spec("tqdm") is None:
         yield measure
         return
     with import_module("tqdm").tqdm(desc=what, unit=" layers", leave=False) as bar:
 
-        def counted(call: A) -> R:
+        def counted(call: A) -> T:
             found = measure(call)
             bar.update()
             return found

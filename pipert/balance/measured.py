@@ -8,23 +8,22 @@ from typing import NamedTuple
 from torch import nn
 
 from pipert._typing import Device, Value
-from pipert.balance.blocks import minimise_longest_block
-from pipert.balance.by_cost import balance_by_cost, check_partitions
+from pipert.balance.by_cost import balance_by_cost, check_partitions, minimise_longest_block
 from pipert.balance.calls import measure_layers, micro_batches
-from pipert.balance.cost import Cost, total, without
-from pipert.balance.measure import Call, counting, measure_sizes, repeated, time_warm
-from pipert.batch.tensors import Carried, tensors_of
+from pipert.balance.measure import (
+    Call,
+    Cost,
+    counting,
+    measure_sizes,
+    repeated,
+    time_warm,
+    total,
+    without,
+)
+from pipert.batch.tensors import Carried
 from pipert.model.split import check_module
-from pipert.skip.namespace import Key
 
-__all__ = [
-    "LayerSize",
-    "balance_by_size",
-    "balance_by_time",
-    "crossing_sizes",
-    "layer_sizes",
-    "layer_times",
-]
+__all__ = ["LayerSize", "balance_by_size", "balance_by_time", "layer_sizes", "layer_times"]
 
 
 def balance_by_time(
@@ -106,6 +105,10 @@ class LayerSize(NamedTuple):
     """Its input, and the skips that it pops."""
     popped: int
     """The skips that it pops."""
+    crossing: int
+    """What crosses a cut before it, once for each direction: the input, and each skip that is
+    stashed before the cut and popped behind it, as a :class:`pipert.distributed.Pipe` sends them.
+    In a :class:`pipert.Pipe` skips go straight to the partition that pops them."""
 
 
 def balance_by_size(
@@ -171,63 +174,21 @@ def layer_sizes(
         ValueError: ``chunks`` is below one.
         ValueError, TypeError, Exception: as for :func:`layer_times`.
     """
-    first = micro_batches(example, chunks)[0]
-    known, sizes = set[int](), []
-    for cost, popped, *_ in measure_layers(module, first, device, _measure):
+    popped = list[int]()
+
+    def measure(call: Call) -> tuple[Cost, Carried]:
+        popped.append(total(call.storages.sizes(call.inputs.skips)))
+        return measure_sizes(call)
+
+    costs = measure_layers(module, micro_batches(example, chunks)[0], device, measure)
+    crossing, needed = list[int](), dict[int, int]()
+    for cost in reversed(costs):
+        needed = {**without(needed, cost.outputs), **cost.inputs}
+        crossing.insert(0, total(needed))
+    known, sizes = set[int](), list[LayerSize]()
+    for cost, skips, crosses in zip(costs, popped, crossing, strict=True):
         own, trained = (total(without(each, known)) for each in (cost.parameters, cost.trained))
         known |= cost.parameters.keys()
         activations = total(without({**cost.saved, **cost.outputs}, cost.inputs))
-        sizes.append(LayerSize(own, trained, activations, total(cost.inputs), popped))
+        sizes.append(LayerSize(own, trained, activations, total(cost.inputs), skips, crosses))
     return sizes
-
-
-def crossing_sizes(
-    module: nn.Sequential, example: Value, *, chunks: int = 1, device: Device | None = None
-) -> list[int]:
-    """Measures the bytes that cross a cut before each layer.
-
-    These are the output of the layer before, and each skip that is stashed before the cut and
-    popped behind it, as a :class:`pipert.distributed.Pipe` sends them; in a :class:`pipert.Pipe`
-    skips go straight to the partition that pops them. The gradients of tensors that require grad
-    take as many bytes again. Nothing crosses before the first layer.
-
-    >>> times = layer_times(module, example)  # doctest: +SKIP
-    >>> crossing = [2 * b / 1e9 for b in crossing_sizes(module, example)]  # doctest: +SKIP
-    >>> balance = balance_by_cost(times, 2, crossing=crossing)  # doctest: +SKIP
-
-    Args:
-        module, example, chunks, device: see :func:`layer_times`; for ``'meta'``,
-            :func:`layer_sizes`.
-
-    Returns:
-        The bytes before each layer, for ``balance_by_cost(crossing=...)``.
-
-    Raises:
-        ValueError, TypeError, Exception: as for :func:`layer_times`.
-    """
-    value = micro_batches(example, chunks)[0]
-    layers = measure_layers(module, value, device, _measure)
-    last_pop = {key: k for k, (*_, popped) in enumerate(layers) for key in popped}
-    sizes = [0] * len(layers)
-    for k, (_, _, output, stashed, _) in enumerate(layers[:-1]):
-        sizes[k + 1] += output
-        for key, size in stashed.items():
-            for cut in range(k + 1, last_pop[key] + 1):
-                sizes[cut] += size
-    return sizes
-
-
-def _measure(
-    call: Call,
-) -> tuple[tuple[Cost, int, int, dict[Key, int], list[Key]], Carried]:
-    """Return the bytes of a layer, its popped skips, its output and its stashes; and what pops."""
-    cost, output = measure_sizes(call)
-    skips = zip(call.skips.leaving, output.skips, strict=True)
-    stashed = {key: _bytes(skip) for (key, _), skip in skips}
-    popped = [key for key, _ in call.skips.arriving]
-    sizes = total(call.storages.sizes(call.inputs.skips)), _bytes(output.value)
-    return (cost, *sizes, stashed, popped), output
-
-
-def _bytes(value: Value) -> int:
-    return sum(tensor.nbytes for tensor in tensors_of(value)[0])

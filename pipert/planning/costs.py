@@ -19,8 +19,15 @@ from pipert.balance.calls import (
     measure_layers,
     measuring_device,
 )
-from pipert.balance.cost import Cost, joined, medians
-from pipert.balance.measure import Call, counting, measure_all, once_for_equal
+from pipert.balance.measure import (
+    Call,
+    Cost,
+    counting,
+    joined,
+    measure_all,
+    medians,
+    once_for_equal,
+)
 from pipert.batch.microbatch import Arguments
 from pipert.batch.tensors import Carried, tensors_of
 from pipert.model.split import check_module
@@ -66,9 +73,9 @@ def costs_of_model(
             rounds = [
                 measure_calls(
                     model, {**layers, "loss_fn": loss} if loss_fn else layers, begins,
-                    as_arguments(value), where, once, then=loss, follows_values=k == 0,
+                    as_arguments(value), where, once, then=loss,
                 )
-                for k in range(3)
+                for _ in range(3)
             ]  # fmt: skip
         costs = medians([[*each.values()] for each in rounds])
         return dict(zip(rounds[0], costs, strict=True))
@@ -78,7 +85,8 @@ def costs_of_model(
 
 def _measure(call: Call) -> tuple[Cost, Carried]:
     cost, output = measure_all(call)
-    if isinstance(call.original, _Loss):  # which is not recomputed; but what it gets is
+    if isinstance(call.original, _Loss):  # which is not recomputed
+        # Its input is kept beside the one that is recomputed.
         kept = {-key if key in cost.inputs else key: size for key, size in cost.saved.items()}
         cost = cost._replace(kept=kept)
     return cost, output

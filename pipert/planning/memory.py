@@ -1,15 +1,17 @@
-"""Predicts each device's peak of bytes in a step, from what its partitions need one by one.
+"""Predicts each device's peak of bytes in a step by counting what its partitions keep.
 
 Peak of a device::
 
-    parameters, and the optimizer's state + gradients, once there are some
-    + the mini-batch, on the first device
-    + micro-batches between their forward and what ends with their backward + the running task
+    parameters, their gradients, and the optimizer's state
+    + the mini-batch, on the first device; the targets, on the last one
+    + micro-batches that are kept x what each needs: the tensors that are saved, or, if the
+      partition is recomputed, its inputs
+    + values and gradients on their way to another device
+    + the largest task
 
-Actions come in the order of the plan. ``F`` leaves what the backward needs, or, if the micro-batch
-is recomputed, the inputs of the partition. ``R`` leaves what ``F`` would have left. ``B`` frees it
-from the last layer to the first, and meanwhile makes the gradients of weights, which it returns
-together; what it defers stays until ``W``.
+``F`` leaves what the backward needs. ``R`` makes it again. ``B`` frees it from the last block to
+the first, and meanwhile makes gradients of weights; what it defers stays until ``W``. A block, on
+its way back, needs the gradients of its outputs and inputs.
 
 Not predicted: fragmentation, workspaces of kernels, and what an allocator holds back.
 """
@@ -19,109 +21,100 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from pipert.balance.cost import Cost, Sizes, total, without
-from pipert.schedules.action import BACKWARD, FORWARD, RECOMPUTE, WEIGHT, Action
+from pipert.balance.measure import Cost, Sizes, joined, total, without
+from pipert.schedules.action import BACKWARD, FORWARD, RECOMPUTE, WEIGHT
 from pipert.schedules.plan import Plan
+
+Blocks = Sequence[Cost]
 
 
 def peaks(
-    plan: Plan, costs: Sequence[Cost], scale: float, batch: int, targets: int = 0
+    plan: Plan, parts: Sequence[Blocks], scale: float, batch: int, targets: int = 0
 ) -> list[int]:
-    """Predict the peak of each worker's device from the costs of partitions.
+    """Predict the peak of each worker's device from the costs of the blocks of each partition.
 
     ``scale`` is the memory of a trained parameter with its ``.grad`` and the optimizer's state,
-    relative to that of the parameter alone; the mini-batch is on the first device, the targets are
-    on the last one.
+    relative to that of the parameter alone. A partition recomputes all micro-batches, or none.
     """
-    tasks = _Tasks(plan, costs)
-    live, most = Counter[int](), Counter[int]()
-    for tick in plan.ticks:
-        for action in tick:
-            worker = plan.placement[action.j]
-            most[worker] = max(most[worker], live[worker] + tasks.peak(action))
-        for action in tick:
-            for j, change in tasks.changes(action):
-                live[plan.placement[j]] += change
-    for cost, worker in zip(costs, plan.placement, strict=True):
-        most[worker] += round(total(cost.parameters) + (scale - 2) * total(cost.trained))
-    most[plan.placement[0]] += batch
-    for worker in {plan.placement[-1], max(plan.placement)}:  # of zb-v the first one needs them
-        most[worker] += targets
+    place, costs = plan.placement, [joined(blocks) for blocks in parts]
+    left = [
+        {**cost.inputs, **cost.kept} if m else cost.saved
+        for cost, m in zip(costs, plan.recomputed, strict=True)
+    ]
+    crossing = [*_crossing(costs)]
+    live, most, tasks = Counter[int](), Counter[int](), []
+    for j, blocks in enumerate(parts):
+        in_batch = costs[0].inputs if place[j] == place[0] else {}
+        arriving = sum([
+            total(sizes) for source, to, sizes in crossing if source == j and place[to] != place[j]
+        ])
+        stays = total(without(left[j], in_batch))
+        tasks.append(_tasks(plan, j, blocks, costs[j], stays, arriving))
+    for kind, _, j in plan.order:
+        task, change = tasks[j][kind]
+        most[place[j]] = max(most[place[j]], live[place[j]] + task)
+        live[place[j]] += change
+        for source, to, sizes in crossing:
+            if kind == FORWARD and j in (source, to):  # outputs wait for the next forward
+                size = total(without(sizes, left[source]))
+                live[place[source]] += size if j == source else -size
+            elif kind == BACKWARD and j in (source, to):  # and gradients for the next backward
+                live[place[to]] += total(sizes) if j == to else -total(sizes)
+    for cost, worker in zip(costs, place, strict=True):
+        most[worker] += round(total(cost.parameters) + (scale - 1) * total(cost.trained))
+    most[place[0]] += batch
+    most[place[-1]] += targets
     return [most[worker] for worker in sorted(most)]
 
 
-class _Tasks:
-    """What the tasks of a step need, and what they leave."""
+def _tasks(
+    plan: Plan, j: int, blocks: Blocks, cost: Cost, stays: int, arriving: int
+) -> dict[str, tuple[int, int]]:
+    """Return by kind of task of partition ``j`` the most bytes that it needs, and what it leaves.
 
-    def __init__(self, plan: Plan, costs: Sequence[Cost]) -> None:
-        self._plan, self._costs = plan, costs
-        self._defers = WEIGHT in plan.occurring_kinds
-        self._begun = set[tuple[str, int]]()
-        left = [(cost.saved, {**cost.inputs, **cost.kept}) for cost in costs]
-        for j, device in enumerate(plan.placement):  # parts of the mini-batch are there anyway
-            if device == plan.placement[0]:
-                saved, kept = left[j]
-                left[j] = without(saved, costs[0].inputs), without(kept, costs[0].inputs)
-        self._saved = [total(saved) for saved, _ in left]
-        self._kept = [total(kept) for _, kept in left]
-        self._again = [total(without(cost.saved, cost.kept)) for cost in costs]
-        """What a recomputation makes, beside what stays: a copy of the inputs, too."""
-        self._inputs = [total(cost.inputs) for cost in costs]
-        self._later = [total(cost.later) * self._defers for cost in costs]
-        self._trained = [total(cost.trained) for cost in costs]
-        self._crossing = [
-            (source, j, total(sizes), *[total(without(sizes, own)) for own in left[source]])
-            for j in range(plan.n)
-            for source, sizes in self._sources(j)
-        ]
-        """From where to where, on another device, come how many bytes; and how many of these stay
-        for this alone, if all is saved there, and if it is recomputed."""
+    ``stays`` are the bytes that a forward leaves, ``arriving`` those of gradients from elsewhere.
+    """
+    is_split = WEIGHT in plan.occurring_kinds
+    later, again, forward = cost.deferred * is_split, 0, stays
+    if plan.recomputed[j]:
+        again = total(without(cost.saved, cost.kept))
+        forward = max([stays, *[total({**block.inputs, **block.outputs}) for block in blocks]])
+    # The second gradient of a weight is not added in place: others may have the first.
+    made = total(cost.trained) + max(cost.trained.values(), default=0)
+    ending = (later if is_split else made) + total(cost.inputs) - total(cost.saved)
+    return {
+        FORWARD: (forward, stays),
+        RECOMPUTE: (again, again),
+        BACKWARD: (max(_backward(blocks, is_split), ending) + arriving, later - stays - again),
+        WEIGHT: (made - later, -later),
+    }
 
-    def _sources(self, j: int) -> Iterator[tuple[int, Sizes]]:
-        left = self._costs[j].inputs
+
+def _crossing(costs: Sequence[Cost]) -> Iterator[tuple[int, int, Sizes]]:
+    """Yield from which partition to which one values go."""
+    for j, cost in enumerate(costs):
+        needed: Sizes = cost.inputs
         for source in reversed(range(j)):
-            outputs = self._costs[source].outputs
-            yield source, {key: size for key, size in left.items() if key in outputs}
-            left = without(left, outputs)
+            outputs = costs[source].outputs
+            yield source, j, {key: size for key, size in needed.items() if key in outputs}
+            needed = without(needed, outputs)
 
-    def peak(self, action: Action) -> int:
-        """Return the most bytes that a task needs beside what is there when it begins."""
-        kind, i, j = action
-        cost = self._costs[j]
-        # The second gradient of a weight is not added in place: others may have the first.
-        adding = max(cost.trained.values(), default=0) * (i == 1)
-        if kind == WEIGHT:  # frees while it makes
-            return max(0, cost.deferred + adding - self._later[j])
-        if kind == BACKWARD:
-            peak = cost.split_peak if self._defers else cost.backward_peak
-            made = self._trained[j] + self._later[j] - cost.deferred * self._defers
-            arriving = sum([size for source, _, size, *_ in self._crossing if source == j])
-            return max(peak, made + self._inputs[j] + adding) - total(cost.saved) + arriving
-        if kind == FORWARD and i < self._plan.recomputed[j]:
-            return self._kept[j] + self._inputs[j] + cost.layer_peak
-        return cost.forward_peak
 
-    def changes(self, action: Action) -> Iterator[tuple[int, int]]:
-        """Yield by how many bytes a task changes what is live on the device of a partition."""
-        kind, i, j = action
-        cost, is_recomputed = self._costs[j], i < self._plan.recomputed[j]
-        if kind == FORWARD:
-            yield j, self._kept[j] if is_recomputed else self._saved[j]
-        elif kind == RECOMPUTE:
-            yield j, self._again[j]
-        elif kind == BACKWARD:
-            left = self._kept[j] + self._again[j] if is_recomputed else self._saved[j]
-            yield j, self._later[j] - left
-        else:
-            yield j, -self._later[j]
-        # Outputs wait to be copied by the next forward, and gradients by the next backward.
-        for source, to, size, unsaved, unkept in self._crossing:
-            left = unkept if i < self._plan.recomputed[source] else unsaved
-            if kind == FORWARD and j in (source, to):
-                yield source, left if j == source else -left
-            elif kind == BACKWARD and j in (source, to):
-                yield to, size if j == to else -size
-        if (kind, j) not in self._begun:  # the first gradients stay, others are added to them
-            self._begun.add((kind, j))
-            deferred = cost.deferred * self._defers
-            yield j, {BACKWARD: self._trained[j] - deferred, WEIGHT: deferred}.get(kind, 0)
+def _backward(blocks: Blocks, is_split: bool) -> int:
+    """Return the most bytes that a backward needs beyond what is saved."""
+    saved, news = dict[int, int](), list[int]()
+    for block in blocks:
+        news.append(total(without(block.saved, saved)))
+        saved.update(block.saved)
+    most = made = freed = 0
+    waiting = dict[int, int]()  # gradients of what earlier blocks have given
+    for block, new in zip(reversed(blocks), reversed(news), strict=True):
+        # Of what is deferred about half is among the saved ones.
+        own = block.deferred // 2 if is_split else total(block.trained)
+        own += total(block.inputs) + total({**block.outputs, **block.kept})
+        waiting = without(waiting, block.outputs, block.inputs)
+        most = max(most, made + own + total(waiting) - freed)
+        made += block.deferred if is_split else total(block.trained)
+        waiting.update(block.inputs)
+        freed += new
+    return most

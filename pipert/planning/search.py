@@ -17,11 +17,9 @@ from torch.optim import Optimizer
 
 from pipert._torch import NormBase
 from pipert._typing import Device, Value
-from pipert.balance.blocks import minimise_longest_block
-from pipert.balance.by_cost import check_partitions
+from pipert.balance.by_cost import check_partitions, minimise_longest_block
 from pipert.balance.calls import as_arguments, copy_of, micro_batches
-from pipert.balance.cost import Cost, joined, total
-from pipert.balance.measure import Storages, now
+from pipert.balance.measure import Cost, joined, now, total, without
 from pipert.batch.microbatch import arguments_of
 from pipert.batch.tensors import tensors_of
 from pipert.model.calls import settled
@@ -62,7 +60,7 @@ def plan_for(
 
     Each layer is measured for each number of chunks, on a copy, so the model need not fit on one
     device. Then balances, schedules and the checkpoint of each partition are tried in a simulation,
-    which takes seconds. On a GPU the peak statistics of memory are reset.
+    which takes seconds.
 
     Args:
         model: an ``nn.Sequential`` for :class:`Pipe`, or any module for :func:`pipeline`, whose own
@@ -173,7 +171,7 @@ def _scale_of(optimizer: Optimizer | Callable[..., Optimizer] | None) -> float:
         one.step()
     state = [value for values in one.state.values() for value in values.values()]
     of_parameters = sum([each.nbytes for each in one.state]) or 1
-    return 2 + total(Storages().sizes(state)) / of_parameters
+    return 2 + sum([each.nbytes for each in tensors_of(state)[0]]) / of_parameters
 
 
 _STRAIGHT = ("1f1b", "eager-1f1b", "zb-h1", "zb-h2")
@@ -194,22 +192,10 @@ class _Search:
         self._seconds = [block.seconds for block in blocks]
         self._again = sum([block.forward for block in blocks]) / (sum(self._seconds) or 1.0)
         """What a recomputation takes of the time of the rest."""
-
-        last: tuple[int, int, Cost] = 0, 1, blocks[0]
-
-        @cache
-        def needs(a: int, b: int) -> tuple[float, int, int]:
-            """Return the bytes of the weights and of a task, and of each micro-batch: of one that
-            is saved, and of one that is recomputed."""
-            nonlocal last
-            follows = last[:2] == (a + 1, b)  # as blocks are asked for
-            part = joined([blocks[a], last[2]]) if follows else joined(blocks[a:b])
-            last = a, b, part
-            weights = total(part.parameters) + (scale - 1) * total(part.trained)
-            kept = total({**part.inputs, **part.kept})
-            return weights + part.backward_peak, total(part.saved), kept
-
-        self._part_of, self._needs = cache(lambda a, b: joined(blocks[a:b])), needs
+        weights = [total(each.parameters) + (scale - 1) * total(each.trained) for each in blocks]
+        self._weights = [0.0, *accumulate(weights)]
+        saved = [total(without(each.saved, each.inputs)) for each in blocks]
+        self._saved, self._blocks = [0, *accumulate(saved)], blocks
         self._copy_time = cache(_copy_time)
 
     def candidates(self) -> Iterator[Candidate]:
@@ -244,8 +230,9 @@ class _Search:
         tried = dict[tuple[int, ...], Candidate]()
 
         def used(j: int, a: int, b: int) -> float:
-            fixed, saved, kept = self._needs(a, b)
-            return fixed + (keeps[j] - 1) * (kept if modes[j] == "always" else saved)
+            saved, given = self._saved[b] - self._saved[a], total(self._blocks[a].inputs)
+            kept = given if modes[j] == "always" else saved
+            return self._weights[b] - self._weights[a] + saved + given + (keeps[j] - 1) * kept
 
         def fits(j: int, a: int, b: int) -> bool:
             return used(j, a, b) <= rooms[j]
@@ -255,7 +242,7 @@ class _Search:
             if not found or found in tried:
                 break
             ends = [0, *accumulate(found)]
-            parts = [self._part_of(a, b) for a, b in pairwise(ends)]
+            parts = [self._blocks[a:b] for a, b in pairwise(ends)]
             each = tried[found] = Candidate(
                 found,
                 tuple([self._begins[k] for k in ends[1:-1]]) if self._is_cut else None,
@@ -263,7 +250,7 @@ class _Search:
                 self._m,
                 modes[0] if len(set(modes)) == 1 else modes,
                 schedule,
-                self._time(made, parts),
+                self._time(made, [*map(joined, parts)]),
                 tuple(peaks(made, parts, self._scale, *self._sizes)),
             )
             if not _excess(each, self._limits):
@@ -275,15 +262,21 @@ class _Search:
 
     def _time(self, made: Plan, parts: Sequence[Cost]) -> float:
         """Return the seconds of a step."""
-        backward = "split" if WEIGHT in made.occurring_kinds else "backward"
-        names = {FORWARD: "forward", RECOMPUTE: "forward", BACKWARD: backward, WEIGHT: "weight"}
+        is_split = WEIGHT in made.occurring_kinds
 
         def seconds(action: Action) -> float:
-            return float(getattr(parts[action.j], names[action.kind]))
+            part = parts[action.j]
+            times = {
+                FORWARD: part.forward, RECOMPUTE: part.forward, WEIGHT: part.weight,
+                BACKWARD: part.backward - part.weight * is_split,
+            }  # fmt: skip
+            return times[action.kind]
 
         def copying(j: int, to: int) -> float:
             source, target = (self._names[made.placement[k]] for k in sorted((j, to)))
-            return self._copy_time(source, target, total(parts[max(j, to)].inputs))
+            before = set[int]().union(*[part.outputs for part in parts[: max(j, to)]])
+            sizes = [size for key, size in parts[max(j, to)].inputs.items() if key in before]
+            return self._copy_time(source, target, sum(sizes))
 
         return max(end for _, end in simulate(made, seconds, copying).values())
 

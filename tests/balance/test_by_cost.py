@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from pipert.balance import balance_by_cost
-from pipert.balance.blocks import minimise_longest_block
+from pipert.balance.by_cost import minimise_longest_block
 
 Draw = Callable[[random.Random], float]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipert.balance import LayerSize, balance_by_size, layer_sizes
+from pipert.balance import LayerSize, balance_by_cost, balance_by_size, layer_sizes
 from tests.skips import popping, stashing
 
 FLOAT = 4  # bytes
@@ -92,6 +92,44 @@ def test_counting_twice_gives_the_same() -> None:
     module = nn.Sequential(nn.Linear(3, 5), nn.Dropout(), nn.BatchNorm1d(5))
     x = torch.ones(10, 3)
     assert layer_sizes(module, x) == layer_sizes(module, x)
+
+
+# What crosses a cut -------------------------------------------------------------------------------
+
+
+def floats(*layers: nn.Module) -> list[float]:
+    return [size.crossing / FLOAT for size in sizes(*layers)]
+
+
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return torch.cat([x, x])
+
+
+def added(x: torch.Tensor, skip: torch.Tensor) -> torch.Tensor:
+    return x + skip.sum()
+
+
+def test_the_output_of_the_layer_before_crosses() -> None:
+    assert floats(nn.Linear(3, 5), nn.Linear(5, 2), nn.Linear(2, 9)) == [30, 50, 20]
+
+
+def test_a_skip_crosses_from_behind_its_stash_up_to_its_last_pop() -> None:
+    stash = stashing(make=doubled, count=2)
+    pops = popping(take=added), nn.Identity(), popping(take=added)
+    layers = nn.Identity(), stash, nn.Identity(), *pops, nn.Identity()
+    assert floats(*layers) == [30, 30, 90, 90, 90, 90, 30]
+
+
+def test_skips_that_overlap_cross_together() -> None:
+    stashes = stashing("a", make=doubled), stashing("b")
+    pops = popping("b"), popping("a", take=added)
+    assert floats(*stashes, *pops) == [30, 30 + 60, 30 + 60 + 30, 30 + 60]
+
+
+def test_the_balance_cuts_where_no_long_skip_crosses() -> None:
+    net = [stashing(make=doubled), nn.Tanh(), nn.Tanh(), popping(take=added), nn.Linear(3, 3)]
+    assert balance_by_cost([1] * 5, 2) != [4, 1]
+    assert balance_by_cost([1] * 5, 2, crossing=[size / 25 for size in floats(*net)]) == [4, 1]
 
 
 # The balance --------------------------------------------------------------------------------------

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from pipert import pipeline, plan_for
 from pipert.balance.calls import measure_calls, measure_layers
-from pipert.balance.cost import Cost, joined, total, without
-from pipert.balance.measure import measure_all
+from pipert.balance.measure import Cost, joined, measure_all, total, without
 from pipert.batch.microbatch import Arguments
 
 CPU = torch.device("cpu")
@@ -103,9 +102,7 @@ def test_a_loss_function_gets_the_output_and_one_micro_batch_of_the_target() -> 
 def costs(model: nn.Module, begins: Sequence[str], x: Tensor | None = None) -> list[Cost]:
     example = Arguments((torch.randint(7, (8,)) if x is None else x,))
     layers = {name: model.get_submodule(name) for name in begins}
-    found = measure_calls(
-        model, layers, begins, example, CPU, measure_all, follows_values=True
-    )
+    found = measure_calls(model, layers, begins, example, CPU, measure_all)
     assert [*found] == [*begins]
     return [*found.values()]
 
@@ -117,7 +114,7 @@ def test_blocks_cost_as_much_as_the_same_layers_in_a_sequential() -> None:
     (alone,) = measure_layers(nn.Sequential(model.blocks[0]), x, CPU, measure_all)
     for block in (first, second):
         assert block.deferred == alone.deferred and block.forward > alone.forward
-        for name in ("parameters", "trained", "saved", "later"):
+        for name in ("parameters", "trained", "saved"):
             assert total(getattr(block, name)) == total(getattr(alone, name))
     assert total(embed.parameters) == total(embed.trained) == 4 * (7 + 1) * WIDTH  # and the shift
     both = joined([first, second])
