@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Never, Self, overload
+from typing import Any, Self, overload
 
 from torch import nn
 
@@ -12,7 +12,6 @@ from pipert._typing import Device
 from pipert.layers.batchnorm import check_batch_norm
 from pipert.model.data_parallel import refuse_data_parallel
 from pipert.model.devices import devices_and_workers
-from pipert.model.settings import refuse_unknown
 from pipert.model.split import (
     check_balance,
     check_module,
@@ -85,9 +84,7 @@ class Pipe(PipeBase):
         schedule: str | Schedule = "1f1b",
         deferred_batch_norm: bool | None = None,
         timeout: float | None = None,
-        **unknown: Never,
     ) -> None:
-        refuse_unknown("Pipe", unknown)
         check_module(module)
         balance = require_balance(balance)
         super().__init__(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, Never
+from typing import Any, Literal
 
 from torch import nn
 
@@ -15,7 +15,6 @@ from pipert.balance.calls import as_arguments, micro_batches
 from pipert.batch.microbatch import arguments_of
 from pipert.model.device_map import cuts_of_device_map, has_device_map, remove_hooks
 from pipert.model.devices import default_devices, devices_and_workers, parse_devices
-from pipert.model.settings import refuse_unknown
 from pipert.pipes.base import PipeBase
 from pipert.pipes.module_pipe import ModulePipe
 from pipert.schedules.plan import Schedule
@@ -35,7 +34,6 @@ def pipeline(
     schedule: str | Schedule = "1f1b",
     deferred_batch_norm: bool | None = None,
     timeout: float | None = None,
-    **unknown: Never,
 ) -> ModulePipe:
     """Make a pipe from any module, without rewriting it.
 
@@ -74,7 +72,6 @@ def pipeline(
             or can never be called; or neither cuts nor an example is given.
         TypeError: ``model`` is not an ``nn.Module``, or has layers that stash and pop skips.
     """
-    refuse_unknown("pipeline", unknown)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {model!r}")
     if isinstance(model, PipeBase):

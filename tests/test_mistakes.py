@@ -119,13 +119,13 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: never_recompute(wrong("layers.2")), TypeError,
         r"layer must be a module, such as model.get_submodule\(name\), got 'layers.2'",
     ),
-    "a balance for a model": (
-        lambda: pipeline(Chain(), balance=wrong([2, 2]), devices=CPUS), TypeError,
-        "pipeline takes no balance=...; balance and devices divide a Sequential in Pipe; cuts",
+    "a Pipe of any module": (
+        lambda: Pipe(wrong(Chain())), TypeError,
+        r"must be an nn.Sequential, got Chain; use pipert.pipeline\(model, example=batch\)",
     ),
-    "the micro-batches of others": (
-        lambda: Pipe(layers(), [2, 2], num_microbatches=wrong(2)), TypeError,
-        "Pipe takes no num_microbatches=...; chunks is the number of micro-batches",
+    "a device of no kind": (
+        lambda: Pipe(layers(), [2, 2], devices=["gpu0", "gpu1"]), ValueError,
+        "devices are named 'cuda:0' or 'cpu', got 'gpu0'",
     ),
     "a text for a timeout": (
         lambda: Pipe(layers(), [2, 2], devices=CPUS, timeout=wrong("60")), TypeError,

@@ -16,12 +16,11 @@ from pipert.batch.tensors import tensors_of
 from pipert.batch.trees import ORDINARY, flatten
 from pipert.distributed.rank_agreement import Site
 from pipert.distributed.rank_boundary import Arrived, pack, transfers
-from pipert.layers.compiling import refuse_compilation
+from pipert.layers.compiling import refuse_tracers
 from pipert.layers.modules import compute_cached
 from pipert.layers.random_numbers import next_seed
 from pipert.stage.loss import Loss, check_step, denominator_of, loss_of, scale_of
 from pipert.stage.loss_checks import LossChecks, StepCall
-from pipert.workers.context import refuse_transforms
 
 
 class RankSettings(NamedTuple):
@@ -67,8 +66,7 @@ def prepare(
         The report; the input of each micro-batch, where this rank's count; and on the last one of a
         step what makes the loss, from the number of micro-batches and of rows in each.
     """
-    refuse_compilation()
-    refuse_transforms()
+    refuse_tracers()
     compute_cached(modules.values())
     device = site.device
     inputs: list[Value] = []

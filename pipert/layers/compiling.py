@@ -17,10 +17,16 @@ the same moment. The rules:
    enter context". So each node of a compiled layer gets a copy of it before it runs (torch 2.13).
 5. A pipe cannot be compiled, exported or traced. Its layers run on threads that such tools do not
    see, so they would capture pipert itself. torch.jit.script and torch.fx fail by themselves.
+6. ``torch.cond`` and its like are refused with gradients in tasks that run at the same time. torch
+   makes graphs of the functions that they get, in each forward and again in its backward. A thread
+   that does so replaces ``nn.Module.__call__`` and flags of the whole process. Two at once raise
+   errors from inside torch, and leave the flags on for whoever comes next. So torch's kernels of
+   these operators are wrapped, once; outside of such tasks nothing else changes.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -29,23 +35,29 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from pipert._torch import (
+    autograd_key,
     compile_lock,
+    dispatch_modes,
+    forward_level,
+    higher_order,
     is_autograd_compiled,
     is_traced_by_fx,
     is_traced_by_jit,
+    transforms,
     watcher,
 )
 from pipert._typing import Value
 from pipert.autograd.thread_locals import get_thread_local, set_thread_local
-from pipert.batch.tensors import differentiable
+from pipert.batch.tensors import differentiable, tensors_of
 from pipert.errors import TransformError
 from pipert.layers.intercepted import compiled_call
 from pipert.layers.modules import modules_of
+from pipert.layers.random_numbers import current_task
 from pipert.recompute.nodes import refuse_compiled_autograd
 
 
-def refuse_compilation(is_step: bool = False) -> None:
-    """Refuse a call of a pipe that is traced, or made on a thread that torch.compile watches.
+def refuse_tracers(is_step: bool = False) -> None:
+    """Refuse a call of a pipe that is traced, transformed, or watched by torch.compile.
 
     A step is refused under compiled autograd, too.
 
@@ -59,6 +71,12 @@ def refuse_compilation(is_step: bool = False) -> None:
             "not see its threads. Compile each layer, then wrap: Pipe(nn.Sequential("
             "*[torch.compile(layer) for layer in module]), ...); in a compiled function of yours, "
             "call torch.compiler.disable(pipe). Export the plain module, or nn.Sequential(*pipe)"
+        )
+    if transforms() or forward_level() >= 0:
+        raise TransformError(
+            "a pipe was called inside of a torch.func transform, such as grad or vmap, or of "
+            "forward-mode differentiation, where its workers would compute without it. Use "
+            "backward or torch.autograd.grad, or call the plain module"
         )
     if is_step and torch.is_grad_enabled() and is_autograd_compiled():
         refuse_compiled_autograd()
@@ -112,3 +130,37 @@ def _use_own_context(gradients: tuple[Tensor, ...]) -> None:
     context = get_thread_local("context")
     if context is not None:
         set_thread_local("context", context.copy())
+
+
+_NAMES = ("cond", "switch", "while_loop", "scan", "associative_scan", "map_impl", "flex_attention")
+_TRACING = ("FakeTensorMode", "FunctionalTensorMode", "ProxyTorchDispatchMode")
+"""Modes in which operations are being traced, or run on tensors without data."""
+
+
+@functools.cache
+def refuse_at_once() -> None:
+    """Refuse them from now on, in tasks of runs in which several workers compute at once."""
+    autograd = autograd_key
+    for name in _NAMES:
+        operator = higher_order.get(name)
+        if operator is not None and autograd in operator.py_kernels:
+            kernel = operator.py_kernels.pop(autograd)
+            operator.py_impl(autograd)(_checked(name, kernel))
+
+
+def _checked(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(kernel)
+    def check(*args: Any, **kwargs: Any) -> Any:
+        task = current_task() if torch.is_grad_enabled() else None
+        is_traced = any(type(mode).__name__ in _TRACING for mode in dispatch_modes())
+        if task is not None and task.run.is_concurrent and not is_traced:
+            if any(tensor.requires_grad for tensor in tensors_of((args, kwargs))[0]):
+                raise TransformError(
+                    f"a layer calls torch's {name} with gradients, for which torch makes graphs "
+                    "with state of the whole process, while other workers compute. Compile the "
+                    "layer (torch.compile), use torch.where, or a plain if or for; or take one "
+                    "micro-batch, chunks=1, and checkpoint='never'"
+                )
+        return kernel(*args, **kwargs)
+
+    return check

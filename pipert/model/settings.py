@@ -62,17 +62,6 @@ def check_timeout(timeout: Any) -> float | None:
     return float(timeout) if timeout <= threading.TIMEOUT_MAX else None
 
 
-_CUT = "balance and devices divide a Sequential in Pipe; cuts, or partitions and example, a model "
-_MEANT = dict.fromkeys(("balance", "cuts", "partitions", "example"), _CUT + "in pipeline")
-
-
-def refuse_unknown(where: str, given: Mapping[str, object]) -> None:
-    """Refuse keywords that ``Pipe`` or ``pipeline`` does not have, and name what is meant."""
-    for name in given:
-        meant = "chunks is the number of micro-batches" if "batch" in name else "see its arguments"
-        raise TypeError(f"{where} takes no {name}=...; {_MEANT.get(name, meant)}")
-
-
 def refuse_keywords_of(
     layer: nn.Module | None, given: Mapping[str, object], positional: int = 0
 ) -> None:

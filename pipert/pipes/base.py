@@ -29,7 +29,7 @@ from pipert.engine.runtime import Function, Runtime
 from pipert.engine.waiting import still_busy
 from pipert.errors import PipelineTimeout
 from pipert.layers.batchnorm import DeferredStats
-from pipert.layers.compiling import refuse_compilation
+from pipert.layers.compiling import refuse_tracers
 from pipert.model.devices import refuse_other_devices
 from pipert.model.settings import (
     OF_CALLS,
@@ -58,7 +58,6 @@ from pipert.stage.loss_checks import LossChecks, StepCall
 from pipert.stage.step import Step
 from pipert.status import Statistics
 from pipert.timeline.timeline import Timeline, record
-from pipert.workers.context import refuse_transforms
 
 _log = logging.getLogger("pipert")
 
@@ -95,8 +94,7 @@ class PipeBase(Settings):
 
     def _limit_of_call(self, timeout: float | None, is_step: bool = False) -> float | None:
         """Return the seconds that a call may take; refuse it where no pipe can run."""
-        refuse_compilation(is_step)
-        refuse_transforms()
+        refuse_tracers(is_step)
         return self._timeout if timeout is None else check_timeout(timeout)
 
     def forward(self, *args: Any, timeout: float | None = None, **kwargs: Any) -> Value:

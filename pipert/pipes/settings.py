@@ -11,7 +11,7 @@ from pipert._torch import refuse_unsupported
 from pipert._typing import Value
 from pipert.autograd.order import begin_numbers
 from pipert.batch.tensors import tensors_of
-from pipert.layers.control_flow import refuse_at_once
+from pipert.layers.compiling import refuse_at_once
 from pipert.model.settings import check_checkpoints, check_chunks, check_timeout
 from pipert.schedules.plan import Schedule, maker_of
 

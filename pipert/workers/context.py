@@ -41,12 +41,10 @@ import torch
 from pipert._torch import (
     WithFunctions,
     dispatch_modes,
-    forward_level,
     function_modes,
     transforms,
 )
 from pipert.autograd.hooks import hooks_of_caller
-from pipert.errors import TransformError
 from pipert.workers.thread_state import (
     NEW_THREAD_AUTOCAST,
     autocast,
@@ -65,21 +63,6 @@ NOTHING: AbstractContextManager[object] = contextlib.nullcontext()
 def is_transformed() -> bool:
     """Return whether the current thread is in a ``torch.func`` transform."""
     return bool(transforms())
-
-
-def refuse_transforms() -> None:
-    """Refuse what cannot be carried from a caller to a worker.
-
-    Raises:
-        TransformError: the current thread is in a ``torch.func`` transform, or differentiates in
-            forward mode.
-    """
-    if transforms() or forward_level() >= 0:
-        raise TransformError(
-            "a pipe was called inside of a torch.func transform, such as grad or vmap, or of "
-            "forward-mode differentiation, where its workers would compute without it. Use "
-            "backward or torch.autograd.grad, or call the plain module"
-        )
 
 
 def is_of_pipe(mode: object) -> bool:
