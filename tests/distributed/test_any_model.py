@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pipert import distributed
-from tests.distributed.launcher import run
+from tests.distributed.launcher import in_sweep, run
 from tests.distributed.own_models import MODELS, build
 
 
@@ -67,3 +67,21 @@ def test_a_step_on_two_ranks_equals_the_plain_models(
 ) -> None:
     rows = [8, 10, 3] if name == "unet" else [8, 4]
     check(name, run(2, step, name, 2, schedule, checkpoint, rows), rows)
+
+
+FOUR = [
+    ("interleaved", "never"), ("interleaved", "always"), ("InterleavedZeroBubble", "never"),
+    ("ZBVZeroBubble", "never"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("schedule, checkpoint", FOUR)
+@pytest.mark.parametrize("name", MODELS)
+def test_several_partitions_on_a_rank(name: str, schedule: str, checkpoint: str) -> None:
+    rows = [8, 10]
+    check(name, run(2, step, name, 4, schedule, checkpoint, rows), rows)
+
+
+@pytest.mark.parametrize("name", ["unet", in_sweep("tied")])
+def test_four_ranks(name: str) -> None:
+    check(name, run(4, step, name, 4, "1f1b", "except_last", [8, 6]), [8, 6])

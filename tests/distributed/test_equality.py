@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipert import distributed
-from pipert.distributed.rank_agreement import Agreement
 from tests.distributed.launcher import run
 
 
@@ -178,33 +177,3 @@ def test_some_ranks_of_a_pipe_may_share_weights() -> None:
         for grads in found:
             for name, grad in grads.items():
                 torch.testing.assert_close(grad, named[name].grad)
-
-
-SIZES = [(10, 10), (10, 4000), (5000, 10), (9000, 20_000)]
-
-
-def long_and_short(rank: int) -> list[list[bytes]]:
-    agreement = Agreement([0, 1])
-    return [agreement.agree(bytes([rank]) * each[rank]) for each in SIZES]
-
-
-def test_ranks_exchange_contents_longer_than_a_message() -> None:
-    expected = [[b"\0" * first, b"\1" * second] for first, second in SIZES]
-    assert run(2, long_and_short) == [expected, expected]
-
-
-def without_numpy(rank: int) -> Tensor:
-    def numpy(*_: Any, **__: Any) -> Any:
-        raise RuntimeError("Numpy is not available")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Tensor, "numpy", numpy)
-        pipe = distributed.Pipe(layers(), [3, 3], chunks=2)
-        x, y = batch(8)
-        loss: Tensor = pipe.forward_backward(x, target=y, loss_fn=F.mse_loss)
-        return loss
-
-
-def test_numpy_is_not_needed() -> None:
-    first, last = run(2, without_numpy)
-    assert torch.equal(first, last)

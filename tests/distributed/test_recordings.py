@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -199,21 +197,3 @@ def test_another_way_than_the_example_s_is_refused_by_name(way: str, why: str) -
 def test_a_layer_that_needs_values_and_takes_no_zeros_is_refused_by_name() -> None:
     for text in run(2, step, "no zeros", False, False, False):
         assert "the layer 'b' needs values to be recorded, and fails with zeros" in text, text
-
-
-def comes_late(rank: int) -> str:
-    store: Any = dist.group.WORLD
-    store = store.get_group_store()
-    if rank:
-        store.wait(["the first has given up"], timedelta(seconds=20))
-    with pytest.raises(distributed.RankError) as caught:
-        distributed.Pipe(nn.Sequential(*linears(2)), [1, 1])
-    if rank == 0:
-        store.set("the first has given up", "yes")
-        store.wait(["the second has tried"], timedelta(seconds=20))
-    store.set("the second has tried", "yes")
-    return str(caught.value)
-
-
-def test_a_rank_that_comes_when_others_have_given_up_waits_no_longer_than_they() -> None:
-    assert all("did not answer" in text for text in run(2, comes_late, group=1, seconds=15))

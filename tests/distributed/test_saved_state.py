@@ -180,24 +180,3 @@ def test_a_model_on_the_meta_device_gets_its_values_from_a_checkpoint(tmp_path: 
     (saved,) = run(1, save, "plain", False, str(tmp_path))
     for losses in run(2, from_meta, str(tmp_path)):
         torch.testing.assert_close(losses, saved)
-
-
-def half_on_meta(rank: int) -> list[Tensor]:
-    model = layers(0, False)
-    with torch.device("meta"):
-        model[2] = nn.Linear(4, 4)
-    pipe = distributed.Pipe(model, [3, 5])
-    assert not any(p.is_meta for p in pipe.parameters())
-    plain = layers(0, False).state_dict()
-    own = {k: v for k, v in pipe.state_dict().items() if not k.startswith("2.")}
-    assert all(torch.equal(value, plain[key]) for key, value in own.items())
-    with torch.device("meta"):
-        model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
-    model[1].weight = model[0].weight
-    with pytest.raises(ValueError, match="cannot be on the meta device"):
-        distributed.Pipe(model, [2, 2])
-    return []
-
-
-def test_values_are_kept_of_layers_that_are_not_on_the_meta_device() -> None:
-    run(2, half_on_meta)
