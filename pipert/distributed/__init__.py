@@ -6,7 +6,7 @@ Import it explicitly: ``import pipert`` does not.
 from __future__ import annotations
 
 from pipert.distributed.placeholders import ReplayError
-from pipert.distributed.rank_agreement import RankError
+from pipert.distributed.rank_messages import RankError
 from pipert.distributed.rank_parameters import empty_parameters
 from pipert.distributed.rank_pipe import Pipe
 from pipert.distributed.rank_pipeline import ModulePipe, pipeline

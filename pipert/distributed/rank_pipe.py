@@ -21,8 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pipert._torch import NormBase, refuse_unsupported
 from pipert._typing import Device, Value
-from pipert.distributed.rank_agreement import Site
-from pipert.distributed.rank_gradients import SharedParameters, check_tied, norm_of_all, tie
+from pipert.distributed.rank_messages import Site
+from pipert.distributed.rank_parameters import SharedParameters, check_tied, norm_of_all, tie
 from pipert.distributed.rank_reports import RankSettings
 from pipert.distributed.rank_run import RankParts, RankRuntime, check_schedule, ranks_of
 from pipert.distributed.rank_stage import StageModule

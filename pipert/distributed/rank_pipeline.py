@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from pipert._typing import Device
 from pipert.balance.by_calls import choose_cuts
 from pipert.batch.microbatch import Arguments, arguments_of, ready
-from pipert.distributed.rank_agreement import Site
+from pipert.distributed.rank_messages import Site
 from pipert.distributed.rank_parameters import Load, materialise, own_tree, stage_modules
 from pipert.distributed.rank_pipe import (
     RankPipe,

@@ -14,8 +14,7 @@ from pipert._typing import Value
 from pipert.batch.microbatch import Batch, batch_of_step, ready, scatter_with_sizes
 from pipert.batch.tensors import tensors_of
 from pipert.batch.trees import ORDINARY, flatten
-from pipert.distributed.rank_agreement import Site
-from pipert.distributed.rank_boundary import Arrived, pack, transfers
+from pipert.distributed.rank_messages import Arrived, Site, pack, transfers
 from pipert.layers.compiling import refuse_tracers
 from pipert.layers.modules import compute_cached
 from pipert.layers.random_numbers import next_seed

@@ -22,8 +22,8 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from pipert._typing import Value
 from pipert.batch.joining import gather
 from pipert.batch.tensors import differentiable
-from pipert.distributed.rank_agreement import RankError, Site
-from pipert.distributed.rank_gradients import (
+from pipert.distributed.rank_messages import RankError, Site
+from pipert.distributed.rank_parameters import (
     EarlierGradients,
     SharedParameters,
     TiedParameter,

@@ -1,7 +1,7 @@
 """Adapts torch's stage, which torch's schedules call, to a partition of a pipe.
 
 torch's stage exchanges tensors of one shape, which it finds out beforehand. This one sends shapes
-along (``rank_boundary``) and keeps no buffers. Of torch's it uses how wrappers such as DDP are
+along (``rank_messages``) and keeps no buffers. Of torch's it uses how wrappers such as DDP are
 called. Which gradients a split backward puts off is up to ``autograd.weight_gradients``.
 
 After a failure the schedule goes on without calling layers, so that no rank waits for a message
@@ -28,8 +28,7 @@ from pipert.autograd.leaves import leaves_behind
 from pipert.autograd.order import ENTRANCE, edge_of, join
 from pipert.autograd.weight_gradients import Deferral, DeferredGradients, compute_deferred
 from pipert.batch.tensors import Carried, differentiable, tensors_of
-from pipert.distributed.rank_agreement import Site
-from pipert.distributed.rank_boundary import FAILED, Arrived, Parcel, pack, transfers
+from pipert.distributed.rank_messages import FAILED, Arrived, Parcel, Site, pack, transfers
 from pipert.layers.batchnorm import PartitionStats
 from pipert.layers.place import Place
 from pipert.layers.random_numbers import RunSeed

@@ -65,6 +65,17 @@ class Tied(nn.Module):
         return {"loss": loss, "logits": logits}
 
 
+class Head(nn.Module):
+    """Has an embedding's weight, which may be on another rank."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.T
+
+
 def unet_batch(rows: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(rows)
     return {"x": torch.randn(rows, 8, generator=generator), "t": torch.arange(rows).float()}

@@ -14,7 +14,7 @@ import pipert
 from pipert import distributed
 from pipert.skip import pop, skippable, stash
 from tests.distributed.launcher import run
-from tests.distributed.tied_head import Head
+from tests.distributed.own_models import Head
 
 
 class Case(NamedTuple):

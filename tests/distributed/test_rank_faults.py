@@ -23,7 +23,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from pipert import distributed, is_recomputing
 from tests.distributed.launcher import Ended, endings, in_sweep, run
-from tests.distributed.tied_head import Head
+from tests.distributed.own_models import Head
 
 
 class Oops(Exception):
@@ -465,36 +465,6 @@ def test_a_rank_that_comes_when_others_have_given_up_waits_no_longer_than_they()
     assert all("did not answer" in text for text in run(2, comes_late, group=3, seconds=15))
 
 
-def leaving(rank: int) -> None:
-    pipe = distributed.Pipe(trapped(2), [3, 3], chunks=4)
-    check_works(pipe, 2)
-    if rank:
-        raise Oops("between steps")
-    step(pipe)
-
-
-def test_a_rank_leaves_between_steps() -> None:
-    first, second = endings(2, leaving, group=10)
-    assert isinstance(second.error, Oops)
-    assert isinstance(first.error, distributed.RankError), first.text
-
-
-def silent(rank: int) -> None:
-    pipe = distributed.Pipe(trapped(2), [3, 3], chunks=4)
-    check_works(pipe, 2)
-    if rank == 0:
-        kind, text = caught(lambda: step(pipe))
-        assert kind is distributed.RankError and "did not answer" in text, text
-        _get_default_store().set("over", "1")
-    else:
-        _get_default_store().wait(["over"])
-
-
-@pytest.mark.sweep
-def test_a_rank_does_not_answer() -> None:
-    run(2, silent, group=2)
-
-
 def unpicklable(rank: int) -> None:
     changing = Changing()
     changing.does = _with_a_lock
@@ -617,22 +587,6 @@ def alone(rank: int) -> None:
 
 def test_one_rank_calls_alone() -> None:
     run(2, alone)
-
-
-def assigns(rank: int) -> None:
-    pipe = distributed.Pipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), [1, 1])
-    with pytest.raises(ValueError, match="assign=True"):
-        pipe.load_state_dict(pipe.state_dict(), assign=True)
-    whole = {f"{k}.{name}": torch.ones(4, 4)[0 if name == "bias" else ...]
-             for k in range(2) for name in ("weight", "bias")}  # fmt: skip
-    pipe.load_state_dict(whole)
-    with pytest.raises(RuntimeError, match="Unexpected key"):
-        pipe.load_state_dict({**whole, "2.weight": torch.ones(4)})
-    assert all(p.equal(torch.ones_like(p)) for p in pipe.parameters())
-
-
-def test_parameters_cannot_be_assigned_and_unknown_keys_are_refused() -> None:
-    run(2, assigns)
 
 
 def _tied(sparse: bool) -> nn.Sequential:

@@ -357,25 +357,6 @@ def test_while_loading_a_rank_holds_its_share_and_a_layer() -> None:
         assert 0 < most <= allowed
 
 
-def hooks_and_parameters(rank: int) -> str:
-    model = Chain(lambda *a: a[2])
-    weight: Any = model.a.weight
-    weight.register_hook(lambda dx: dx)
-    x = torch.ones(4, 4)
-    distributed.pipeline(model, ["b"], example=x)  # it stays where it is
-    model = Chain(lambda *a: a[2])
-    weight = model.b.weight
-    weight.register_post_accumulate_grad_hook(lambda p: None)
-    with pytest.raises((ValueError, distributed.RankError)) as caught:
-        distributed.pipeline(model, ["b"], example=x, load=lambda name: None if "b" not in name
-                             else torch.ones(model.get_parameter(name).shape))  # fmt: skip
-    return str(caught.value)
-
-
-def test_a_parameter_with_hooks_is_not_replaced() -> None:
-    assert all("'b.weight' has hooks" in text for text in run(2, hooks_and_parameters))
-
-
 def chooses(rank: int) -> Any:
     pipe = distributed.pipeline(build("unet"), partitions=2, example=unet_batch(2))
     given: dict[str, Any] = unet_batch(8)

@@ -86,58 +86,6 @@ def test_the_last_rank_warns_of_a_mean_over_unequal_numbers_of_targets() -> None
     assert "2, 1 targets that count" in last[0] and "denominator=" in last[0]
 
 
-class Own(nn.Module):
-    """A layer that trains a tensor that is no parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = torch.ones(4).requires_grad_()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.scale
-
-
-def model_of_own() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(Own(), nn.Linear(4, 4), Own(), nn.Linear(4, 4))
-
-
-def positive_rows(y: Tensor, target: Tensor) -> Tensor:
-    return (y - target).square().sum(1)[target[:, 0] > 0].sum()
-
-
-def number_of(target: Tensor) -> Tensor:
-    return (target[:, 0] > 0).sum()
-
-
-def rows() -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(8, 4, generator=generator), torch.randn(8, 4, generator=generator)
-
-
-def scales_over_ranks(rank: int, schedule: str) -> Any:
-    model = model_of_own()
-    own: Any = model[2 * rank]
-    own.scale.grad = torch.ones(4)
-    pipe = distributed.Pipe(model, [2, 2], chunks=4, schedule=schedule)
-    x, target = rows()
-    pipe.forward_backward(x, target=target, loss_fn=positive_rows, denominator=number_of(target))
-    return own.scale.grad
-
-
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_trained_tensors_that_are_no_parameters_are_divided_by_the_denominator(
-    schedule: str,
-) -> None:
-    model = model_of_own()
-    x, target = rows()
-    torch.autograd.backward(positive_rows(model(x), target) / number_of(target))
-    found = run(2, scales_over_ranks, schedule)
-    for k, gradient in enumerate(found):
-        own: Any = model[2 * k]
-        torch.testing.assert_close(gradient, own.scale.grad + 1)
-
-
 DTYPES = [  # of the gradients of each rank, which may have none
     (None, torch.float64), (torch.bfloat16, None), (torch.float32, torch.bfloat16), (None, None),
     (torch.float16, torch.float16),
