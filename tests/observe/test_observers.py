@@ -40,6 +40,7 @@ def unit() -> nn.Linear:
     return nn.Linear(1, 1)
 
 
+@pytest.mark.layered  # names threads, not those of micro-batches
 def test_events_of_a_run_come_on_the_callers_thread_and_those_of_a_task_on_its_worker() -> None:
     log = Log()
     with pipe_of(unit(), unit()) as pipe:
