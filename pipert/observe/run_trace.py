@@ -19,7 +19,7 @@ import os
 import threading
 import traceback
 import weakref
-from bisect import bisect_right
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -31,8 +31,8 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.autograd.profiler import record_function
 
-from pipert._torch import backward_id, node_count, profiler_is_on, sequence_nr
-from pipert.autograd.leaves import is_cast_of_leaf, leaves_behind
+from pipert._torch import backward_id, node_count, profiler_is_on
+from pipert.autograd.leaves import leaves_behind
 from pipert.observe.event import BACKWARD, KIND_OF, Event, Observer, RunInfo, TaskInfo
 from pipert.observe.recording import Recording, Span, stamp
 from pipert.queues.process_lock import ProcessLock
@@ -46,8 +46,9 @@ _counting = ProcessLock(reentrant=True)
 
 _UNDER_NSIGHT = "NSYS_PROFILING_SESSION_ID" in os.environ
 
-_OF_THE_PARTITION_BEFORE = ("_WaitBackward", "_RecomputeBackward")
-"""Nodes that any model makes as it copies a tensor, and that run on the device it comes from."""
+_OF_OTHER_TASKS = ("ToCopyBackward0", "_WaitBackward", "_RecomputeBackward")
+"""Nodes that may run in another task: autocast's casts of weights are all threads', and any model
+makes the others as it copies a tensor, which run on the device that it comes from."""
 
 
 class RunTrace:
@@ -65,6 +66,7 @@ class RunTrace:
         self._is_step = is_step
         self._observers = tuple(trace.observers.values())
         self.recordings = trace.recordings
+        self._is_profiled = profiled
         self.is_recorded = profiled or bool(self.recordings)
         """Whether tasks are recorded, or shown to a profiler."""
         self.is_watched = self.is_recorded or bool(self._observers)
@@ -103,10 +105,10 @@ class RunTrace:
     def task(self, action: Action, device: torch.device) -> Iterator[None]:
         """Show all who watch that the block is a task."""
         task, began = self._task(action, device), perf_counter()
-        event, shown = NOTHING, NOTHING
-        if self.is_recorded:
+        shown = _range(str(action), device) if self._is_profiled else NOTHING
+        event = NOTHING
+        if self.recordings:
             event = self.during(KIND_OF[action.kind], action.i, action.j, device)
-            shown = _range(str(action), device)
         self.tell(lambda observer: observer.task_started(task))
         try:
             with event, shown:
@@ -178,22 +180,20 @@ class RunTrace:
             parts: for each partition the number of the first node made there, *j* and its device.
             xs: the nodes that made the inputs of the first part.
         """
-        firsts, last = [first for first, *_ in parts], node_count()
-        found: list[list[Node]] = [[] for _ in parts]
         ends = {y.grad_fn for y in ys if y.grad_fn is not None}.difference(xs)
-        for node in leaves_behind(ends, stop=xs).nodes:
-            k = bisect_right(firsts, sequence_nr(node)) - 1
-            # A node of the caller's has a lower number, but the cast of a weight any number.
-            is_made_here = k >= 0 and sequence_nr(node) < last and not is_cast_of_leaf(node)
-            if is_made_here and type(node).__name__ not in _OF_THE_PARTITION_BEFORE:
-                found[k].append(node)
-        for (_, j, device), nodes in zip(parts, found, strict=True):
-            if nodes:
+        behind = leaves_behind(ends, stop=xs)
+        nodes = dict(zip(behind.numbers, behind.nodes, strict=True))
+        numbers = sorted([k for k in nodes if type(nodes[k]).__name__ not in _OF_OTHER_TASKS])
+        stops = [*[first for first, *_ in parts[1:]], node_count()]
+        for (first, j, device), stop in zip(parts, stops, strict=True):
+            own = numbers[bisect_left(numbers, first) : bisect_left(numbers, stop)]
+            if own:  # without the caller's nodes, whose numbers are lower
                 begin = partial(self._begin_backward, i, j, device)
-                _watch(max(nodes, key=sequence_nr), min(nodes, key=sequence_nr), begin)
+                _watch(nodes[own[-1]], nodes[own[0]], begin)
 
     def _begin_backward(self, i: int, j: int, device: torch.device) -> Span:
-        with _range(str(Action("B", i, j)), device):  # a mark: a range cannot end in another node
+        # A mark alone: a range cannot end in another node.
+        with _range(str(Action("B", i, j)), device) if self._is_profiled else NOTHING:
             return self.begin(BACKWARD, i, j, device)
 
 
