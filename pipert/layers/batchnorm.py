@@ -42,7 +42,7 @@ from pipert.autograd.hooks import checkpoint_around
 from pipert.batch.tensors import version
 from pipert.errors import NestedCheckpointError, NotBatchFirstWarning, WholeBatchWarning
 from pipert.layers.modules import check_initialised
-from pipert.queues.process_lock import ProcessLock
+from pipert.queues.locks import ProcessLock
 from pipert.recompute.buffers import original_of
 
 _committing = ProcessLock()
