@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipert._torch import BatchNorm, NormBase, node_count
+from pipert._torch import BatchNorm, NormBase, node_count, transforms
 from pipert._typing import Value
 from pipert.any_model.boundary_tensors import memory_of
 from pipert.any_model.checkpointed_calls import checkpointed_call
@@ -45,7 +45,7 @@ from pipert.schedules.action import FORWARD, Action
 from pipert.stage.run import Run
 from pipert.stage.stage import Stage
 from pipert.stage.step import Step
-from pipert.workers.context import NOTHING, is_transformed
+from pipert.workers.context import NOTHING
 
 
 @dataclass(slots=True, eq=False)
@@ -250,7 +250,7 @@ class CurrentPartition:
             # What works in place, in torch.utils.checkpoint or in a transform, keeps what it saves.
             and not layer.is_in_place
             and checkpoint_around() is None
-            and not is_transformed()
+            and not transforms()
             and stage.layers.recomputes(layer.module)
         ):
             return call(*args, **kwargs)

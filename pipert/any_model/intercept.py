@@ -28,6 +28,7 @@ from pipert._torch import (
     pop_function_mode,
     push_function_mode,
     sequence_nr,
+    transforms,
 )
 from pipert._typing import Value
 from pipert.any_model.boundary_tensors import BoundaryTensors
@@ -35,7 +36,6 @@ from pipert.any_model.map_tensors import map_each, map_tensors
 from pipert.any_model.microbatch_graph import MicroBatchGraph
 from pipert.any_model.tensor_copies import TensorCopies
 from pipert.batch.tensors import describe, tensors_of
-from pipert.workers.context import is_transformed
 
 _METADATA = frozenset(
     getattr(Tensor, name).__get__
@@ -114,7 +114,7 @@ class Intercept(TorchFunctionMode):
             return tensor
         entered = self.boundary.find(tensor)
         if entered is None:
-            if is_transformed():
+            if transforms():
                 raise RuntimeError(_TRANSFORMED.format(describe(tensor), tensor.device))
             entered = self._enter(tensor, is_earlier)
             self.boundary.add(tensor, entered)

@@ -55,7 +55,7 @@ from pipert.batch.microbatch import Arguments, explain_mapping
 from pipert.errors import NestedCheckpointError, PipeClosedError, PipertError, add_note
 from pipert.layers.intercepted import here
 from pipert.queues.closable import Once
-from pipert.queues.latch import Latch
+from pipert.queues.locks import Latch
 from pipert.recompute.phase import begin_microbatch, end_microbatch
 from pipert.schedules.action import FORWARD, Action
 from pipert.stage.links import SENT

@@ -16,7 +16,7 @@ import torch
 
 from pipert.any_model.microbatch_forward import MicroBatchForward
 from pipert.errors import PipeClosedError
-from pipert.queues.process_lock import ProcessLock
+from pipert.queues.locks import ProcessLock
 from pipert.workers.worker import Activity, WorkerThread
 
 

@@ -42,7 +42,7 @@ from pipert.autograd.hooks import checkpoint_around
 from pipert.batch.tensors import version
 from pipert.errors import NestedCheckpointError, NotBatchFirstWarning, WholeBatchWarning
 from pipert.layers.modules import check_initialised
-from pipert.queues.process_lock import ProcessLock
+from pipert.queues.locks import ProcessLock
 from pipert.recompute.buffers import original_of
 
 _committing = ProcessLock()
@@ -88,14 +88,8 @@ def _modules(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module
             yield from _modules(child, f"{path}.{name}".lstrip("."))
 
 
-class _Note(NamedTuple):
-    """One micro-batch's statistics in one call of a layer."""
-
-    rows: int
-    """Number of values per channel."""
-    mean: Tensor
-    var: Tensor
-    momentum: float
+_Note = tuple[int, Tensor, Tensor]
+"""Of one micro-batch: the number of values per channel, their mean and their variance."""
 
 
 class _Call(NamedTuple):
@@ -105,6 +99,7 @@ class _Call(NamedTuple):
     """The running mean."""
     var: Tensor
     """The running variance."""
+    momentum: float
     norm: BatchNorm | None
     """The layer that has these running statistics, if it is a BatchNorm."""
     notes: list[_Note]
@@ -182,13 +177,13 @@ class _Collect(TorchFunctionMode):
                 "and let the pipe checkpoint, with checkpoint='except_last' or 'always'"
             )
         x, momentum = arguments["input"], arguments.get("momentum", 0.1)
-        rows = x.numel() // x.size(1)
-        note = _Note(rows, torch.zeros_like(mean), torch.zeros_like(var), momentum)
-        scratch = {"running_mean": note.mean, "running_var": note.var, "momentum": 1.0}
+        new = torch.zeros_like(mean), torch.zeros_like(var)
+        scratch = {"running_mean": new[0], "running_var": new[1], "momentum": 1.0}
         output = func(**{**arguments, **scratch})
         norm = owner if isinstance(owner, BatchNorm) else None
-        key = id(mean), self._calls[id(mean)]
-        self._stats.calls.setdefault(key, _Call(mean, var, norm, [])).notes.append(note)
+        call = _Call(mean, var, momentum, norm, [])
+        call = self._stats.calls.setdefault((id(mean), self._calls[id(mean)]), call)
+        call.notes.append((x.numel() // x.size(1), *new))
         self._calls[id(mean)] += 1
         return output
 
@@ -227,18 +222,18 @@ class DeferredStats:
         with _committing.current:  # nothing here has a graph
             for partition in partitions:
                 for call in partition.calls.values():
-                    _update(*call)
+                    _update(call)
 
 
-def _update(mean: Tensor, var: Tensor, norm: BatchNorm | None, notes: list[_Note]) -> None:
-    factor = notes[0].momentum
+def _update(call: _Call) -> None:
+    factor, norm = call.momentum, call.norm
     if norm is not None and norm.num_batches_tracked is not None:
         norm.num_batches_tracked.add_(1)
         if norm.momentum is None:
             factor = 1.0 / float(norm.num_batches_tracked)
-    if not any(note.rows for note in notes):
+    if not any(rows for rows, _, _ in call.notes):
         return
-    for running, new in zip((mean, var), _pooled(notes), strict=True):
+    for running, new in zip((call.mean, call.var), _pooled(call.notes), strict=True):
         # Through ``data``, so that the version stays, as with torch's kernel: a graph made earlier
         # in eval mode stays usable.
         running.data.lerp_(new.to(running.dtype), factor)
@@ -247,11 +242,11 @@ def _update(mean: Tensor, var: Tensor, norm: BatchNorm | None, notes: list[_Note
 def _pooled(notes: Sequence[_Note]) -> tuple[Tensor, Tensor]:
     """Returns the mean and unbiased variance of all rows, without waiting for a GPU."""
     if len(notes) == 1:
-        return notes[0].mean, notes[0].var
-    total = sum(note.rows for note in notes)
-    mean = torch.stack([note.mean.double() * (note.rows / total) for note in notes]).sum(0)
+        return notes[0][1:]
+    total = sum(rows for rows, _, _ in notes)
+    mean = torch.stack([mean.double() * (rows / total) for rows, mean, _ in notes]).sum(0)
     squares = [
-        note.var.double() * (note.rows - 1) + (note.mean - mean) ** 2 * note.rows for note in notes
+        var.double() * (rows - 1) + (own - mean) ** 2 * rows for rows, own, var in notes
     ]
     return mean, torch.stack(squares).sum(0) / (total - 1)
 

@@ -115,9 +115,6 @@ class DefaultGenerator:
             yield stand_in
             self._uses[0] = self._uses[0]._replace(before=stand_in.get_state())
 
-    def __repr__(self) -> str:
-        return f"<DefaultGenerator of {self.generator.device}, {len(self._uses)} users>"
-
 
 def _counts(use: _Use) -> bool:
     return use.thread.is_alive() and not use.user.is_given_up

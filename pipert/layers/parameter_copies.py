@@ -30,14 +30,13 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 
-from pipert._torch import AccumulateGrad, outputs_of
+from pipert._torch import AccumulateGrad, outputs_of, transforms
 from pipert._typing import Value
 from pipert.autograd.leaves import leaves_behind
 from pipert.batch.tensors import describe, differentiable, version
 from pipert.layers.compiling import is_compiled
 from pipert.layers.modules import modules_of
 from pipert.recompute.buffers import original_of
-from pipert.workers.context import is_transformed
 
 Weights = tuple[nn.Parameter, ...]
 MakeCopy = Callable[[Tensor], Tensor]
@@ -99,7 +98,7 @@ class ParameterCopies:
         """Return the copy of a tensor in partition ``j``, which ``make`` makes."""
         key = j, id(tensor)
         if key not in self._copies:
-            if is_transformed():
+            if transforms():
                 raise RuntimeError(_TRANSFORMED)
             copy = make(tensor)
             self._copies[key] = tensor, copy, version(copy)

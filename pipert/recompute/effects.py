@@ -39,7 +39,7 @@ from pipert.batch.tensors import differentiable
 from pipert.errors import RecomputationError
 from pipert.layers.place import Place
 from pipert.schedules.action import RECOMPUTE, Action
-from pipert.workers.thread_state import current_streams
+from pipert.workers.context import current_streams
 
 _SIZE = 256  # the most elements of a sample
 _TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-2}

@@ -56,8 +56,7 @@ from pipert.errors import RecomputationError
 from pipert.recompute.effects import REMEDY, Effect
 from pipert.recompute.nodes import are_needed, through_checkpoint
 from pipert.recompute.phase import checkpoint_here
-from pipert.workers.context import NOTHING
-from pipert.workers.thread_state import NEW_THREAD_AUTOCAST, autocast, get_autocast
+from pipert.workers.context import NEW_THREAD_AUTOCAST, NOTHING, autocast, get_autocast
 
 Compute = Callable[[Value], Value]
 Drawing = Callable[[], AbstractContextManager[object]] | None

@@ -24,7 +24,7 @@ from pipert._typing import Value
 from pipert.autograd.streams import CopyStreams, compute_stream, wait
 from pipert.layers.random_numbers import RunSeed
 from pipert.observe.run_trace import RunTrace
-from pipert.queues.latch import Latch
+from pipert.queues.locks import Latch
 from pipert.recompute.effects import Effects
 from pipert.schedules.plan import Plan
 from pipert.stage.links import SkipLinks

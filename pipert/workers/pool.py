@@ -33,7 +33,7 @@ from pathlib import Path
 import torch
 
 from pipert.errors import PipeClosedError, WorkerDiedError
-from pipert.queues.process_lock import ProcessLock
+from pipert.queues.locks import ProcessLock
 from pipert.status import WorkerStatistics
 from pipert.workers.worker import Activity, Task, WorkerThread
 

@@ -25,7 +25,7 @@ import torch
 from pipert._torch import import_awaited, set_thread_name
 from pipert.errors import PipeClosedError, WorkerDiedError
 from pipert.queues.closable import ClosableQueue
-from pipert.queues.process_lock import ProcessLock
+from pipert.queues.locks import ProcessLock
 from pipert.status import WAITING, TaskStatus, WorkerStatistics
 
 CHECK = 0.5

@@ -10,7 +10,7 @@ from types import FrameType
 
 import pytest
 
-from pipert.queues.latch import Latch
+from pipert.queues.locks import Latch
 
 WAIT = 10.0  # s; what should happen at once is given up after it
 

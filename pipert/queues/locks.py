@@ -1,14 +1,17 @@
-"""Opens a gate once, when all expected parties have arrived.
+"""A latch, which opens once all expected parties have arrived, and a lock of process-wide state.
 
-Guarantees: ``wait`` returns only after ``parties`` calls of ``arrive``; ``arrive`` never blocks and
-may be called from any thread; ``wait`` on the main thread can be interrupted by a signal handler
-that raises, and may then be called again.
+Guarantees of a latch: ``wait`` returns only after ``parties`` calls of ``arrive``; ``arrive`` never
+blocks and may be called from any thread; ``wait`` on the main thread can be interrupted by a signal
+handler that raises, and may then be called again.
 """
 
 from __future__ import annotations
 
 import itertools
+import os
 import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 
 class Latch:
@@ -45,3 +48,27 @@ class Latch:
     def is_open(self) -> bool:
         """Return whether all parties have arrived."""
         return self._open
+
+
+_Make = Callable[[], AbstractContextManager[bool]]
+
+
+class ProcessLock:
+    """A lock that is created once, at import. Hold it by ``with lock.current``.
+
+    The thread that held it during a fork does not exist in the child, so the child gets a new
+    lock. The ``with`` statement releases the lock that it acquired.
+
+    Args:
+        reentrant: whether the holding thread may acquire it again, as a signal handler does.
+    """
+
+    __slots__ = ("_make", "current")
+
+    def __init__(self, reentrant: bool = False) -> None:
+        self._make: _Make = threading.RLock if reentrant else threading.Lock
+        self._renew()
+        os.register_at_fork(after_in_child=self._renew)
+
+    def _renew(self) -> None:
+        self.current = self._make()
