@@ -2,11 +2,11 @@
 
 The pipe has three partitions of one ``nn.Linear`` each, on CPU workers, and three micro-batches. A
 profile hook counts every call of a Python function, including torch's, from the moment a worker has
-received a task's input until it does so for the next; the middle action of each kind, ``[1,1]``, is shown. The
-frames are those between the worker's loop and the call of the layer. The second table counts the
-calls of pipert's functions in a whole mini-batch, on all threads. Nothing here is timed. The
-fewest calls of ten mini-batches count, because the first mini-batch creates what later ones reuse,
-and an action that has to wait for its input gives up its turn.
+received a task's input until it does so for the next; the middle action of each kind, ``[1,1]``, is
+shown. The frames are those between the worker's loop and the call of the layer. The second table
+counts the calls of pipert's functions in a whole mini-batch, on all threads. Nothing here is timed.
+The fewest calls of ten mini-batches count, because the first mini-batch creates what later ones
+reuse, and an action that has to wait for its input gives up its turn.
 
 A recomputation on a thread of autograd is not a task and is not counted.
 """
