@@ -246,7 +246,7 @@ def test_what_a_models_own_code_uses_later_is_in_the_costs_of_both_blocks() -> N
     a, b, c = costs(Skips(), "abc", torch.randn(8, WIDTH))
     assert total(without(b.inputs, a.outputs)) == 0
     skip = without(c.inputs, b.outputs)
-    assert total(skip) == 4 * 8 * WIDTH and skip.keys() < a.outputs.keys() - b.inputs.keys()
+    assert total(skip) == 4 * 8 * WIDTH and skip.keys() <= a.outputs.keys() - b.inputs.keys()
 
 
 def test_a_cache_that_nobody_asked_for_is_not_made() -> None:
