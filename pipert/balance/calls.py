@@ -150,6 +150,7 @@ def measure_calls(
         calls.gathering if elsewhere else contextlib.nullcontext(),
     ):
         args, kwargs = settled(example, device)
+        calls.note((args, kwargs), set())
         calls.begin_own_code()
         try:
             output = model(*args, **kwargs)
@@ -217,7 +218,7 @@ class _Calls:
         names, used = self._sources(value)
         saved = without(sizes(self.saved), self._weights, sizes(self._brought))
         made = without(sizes(value), self._known)
-        self._note(value, names)
+        self.note(value, names)
         # Rule 3.
         cost = Cost(seconds, 2 * seconds, inputs=used, outputs=made, saved=saved, kept=saved)
         self._found[self._block].append(cost)
@@ -240,13 +241,13 @@ class _Calls:
         with self.gathering.paused(), self.keeping.paused(), without_hooks():
             cost, output = self._round.call(name, module, Carried(arguments, ()))
         self._found[self._block].append(cost)
-        self._note(output, upstream | {name})
+        self.note(output, upstream | {name})
         if not differentiable(output)[0]:
             self._unknown.add(name)
         self.begin_own_code()
         return output.value
 
-    def _note(self, value: Value, names: set[str]) -> None:
+    def note(self, value: Value, names: set[str]) -> None:
         """Note what goes into or comes out of a layer, and the layers that it was computed by."""
         self._known |= self._round.storages.sizes(value).keys()
         for tensor in tensors_of(value)[0]:

@@ -159,19 +159,15 @@ def _scale_of(optimizer: Optimizer | Callable[..., Optimizer] | None) -> float:
         )
     parameter = nn.Parameter(torch.zeros(64, 64))
     parameter.grad = torch.zeros_like(parameter)
-    if not isinstance(optimizer, Optimizer):
-        one = optimizer([parameter])
-        one.step()
-    elif optimizer.state:
-        one = optimizer
-    else:  # not a step of its own
+    if isinstance(optimizer, Optimizer):  # not a step of its own
         one = copy(optimizer)
         one.state, one.param_groups = defaultdict(dict), []
         one.add_param_group({**optimizer.param_groups[0], "params": [parameter]})
-        one.step()
-    state = [value for values in one.state.values() for value in values.values()]
-    of_parameters = sum([each.nbytes for each in one.state]) or 1
-    return 2 + sum([each.nbytes for each in tensors_of(state)[0]]) / of_parameters
+    else:
+        one = optimizer([parameter])
+    one.step()
+    state = tensors_of([[*values.values()] for values in one.state.values()])[0]
+    return 2 + sum([tensor.nbytes for tensor in state]) / parameter.nbytes
 
 
 _STRAIGHT = ("1f1b", "eager-1f1b", "zb-h1", "zb-h2")

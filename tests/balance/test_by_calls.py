@@ -125,25 +125,12 @@ def test_no_cut_is_in_the_middle_of_a_function_that_is_checkpointed(call: Any, c
     assert found[0].removesuffix(".blocks.0") == cut
 
 
-def test_a_models_own_code_counts_where_it_runs() -> None:
-    class Model(Stack):
-        def forward(self, x: Tensor) -> Tensor:
-            return spend(super().forward(x), 3, 6)
-
-    assert chosen(Model(takes(2, 2, 2, 2)), 2) == ["last"]
-
-
 def test_one_partition_has_no_cuts_and_takes_no_time() -> None:
     model = Stack(takes(1, 1))
     calls: list[nn.Module] = []
     model.register_forward_pre_hook(lambda *_: calls.append(model))
     assert choose_cuts(model, 1, X) == []
     assert calls == []
-
-
-@pytest.mark.parametrize("example", [X, (X,), {"x": X}])
-def test_an_example_is_given_like_that_of_a_dry_run(example: Any) -> None:
-    assert chosen(Stack(takes(1, 1, 1, 1)), 2, example) == ["layers.2"]
 
 
 def test_rounds_go_on_until_the_time_is_over_and_their_median_counts() -> None:
@@ -193,32 +180,6 @@ def test_candidates_without_lists_are_the_children_of_sequentials() -> None:
     assert chosen(Stages(), 2) == ["stage2.0"]
     assert chosen(Stages(), 3) == ["stage1.1", "stage2.1"]
     assert chosen(nn.Sequential(*takes(1, 2, 3)), 2) == ["2"]
-
-
-def test_candidates_without_lists_or_sequentials_are_the_models_children() -> None:
-    class Plain(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.c, self.b, self.a = takes(1, 1, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = self.c(self.b(self.a(x)))
-            return y
-
-    assert chosen(Plain(), 2) == ["b"]
-
-
-def test_a_wrapper_is_looked_through() -> None:
-    class Wrapper(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = Block()
-
-        def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = self.model(x)
-            return y
-
-    assert chosen(Wrapper(), 2) == ["model.out"]
 
 
 class Block(nn.Module):
@@ -284,33 +245,6 @@ def test_a_compiled_layer_is_not_cut_inside() -> None:
     model = Stack([Stack(takes(1, 1, 1, 1)), *takes(1)])
     model.layers[0]._compiled_call_impl = model.layers[0]._call_impl
     assert chosen(model, 2) == ["layers.1"]
-
-
-def test_elements_that_are_no_modules_to_call_are_looked_into() -> None:
-    class Level(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.block, self.down = nn.ModuleList(takes(1, 1)), Takes(1)
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.levels = nn.ModuleList([Level(), Level()])
-
-        def forward(self, x: Tensor) -> Tensor:
-            for level in self.levels:
-                for block in level.block:  # type: ignore[union-attr]
-                    x = block(x)
-                x = level.down(x)  # type: ignore[operator]
-            return x
-
-    assert chosen(Model(), 3) == ["levels.0.down", "levels.1.block.1"]
-
-
-def test_a_layer_that_is_shared_is_one_candidate() -> None:
-    shared = Takes(1)
-    model = Stack([shared, *takes(1), shared, *takes(2)])
-    assert chosen(model, 2) == ["layers.3"]
 
 
 # What is refused

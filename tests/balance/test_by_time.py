@@ -50,8 +50,16 @@ def test_a_time_is_that_of_forward_and_backward(clock: Clock) -> None:
     assert layer_times(module, SAMPLE, timeout=0) == [3, 0.5, 12]
 
 
-def test_a_layer_without_a_backward_has_the_time_of_its_forward(clock: Clock) -> None:
-    assert layer_times(nn.Sequential(Takes(1, 2)), torch.ones(2), timeout=0) == [1]
+def test_a_layer_that_works_in_place_goes_backward(clock: Clock) -> None:
+    """Its gradient is that of what it got, not of what it left there."""
+
+    class InPlace(Takes):
+        def forward(self, x: Tensor) -> Tensor:
+            x.copy_(super().forward(x))
+            return x
+
+    module = nn.Sequential(Takes(1, 2), InPlace(4, 8))
+    assert layer_times(module, SAMPLE, timeout=0) == [3, 12]
 
 
 def test_pitfall_33_the_first_run_of_a_layer_does_not_count(clock: Clock) -> None:

@@ -111,7 +111,7 @@ MODELS: dict[str, tuple[Callable[[], Any], float, float]] = {
     # Which experts get rows differs.
     "experts": (lambda: (Experts(), *torch.randn(2, 4096, 64), mse_loss), 0.92, 1.3),
     # As if all that own code has made at a time were there at once.
-    "skips": (lambda: (Skips(), *torch.randn(2, 8192, 64), mse_loss), 0.95, 1.7),
+    "skips": (lambda: (Skips(), *torch.randn(2, 8192, 64), mse_loss), 0.95, 1.5),
 }  # fmt: skip
 
 

@@ -124,33 +124,12 @@ def test_sizes_may_be_texts(text: int | str, size: int) -> None:
     assert bytes_of(text) == size
 
 
-@pytest.mark.parametrize("memory", ["much", "", "1XB", "-1GB"])
-def test_other_texts_are_refused(memory: str) -> None:
-    with pytest.raises(ValueError, match="memory is a number of bytes, or a text such as '20GiB'"):
-        plan_for(layers(), torch.randn(8, 16), memory=memory, devices=CPUS)
-
-
 def test_statistics_get_two_rows_or_more() -> None:
     module = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 16))
     options: Any = {"memory": "1GiB", "devices": CPUS, "best": 1000}
     assert {each.chunks for each in plan_for(module, torch.randn(8, 16), **options)} == {2, 4}
     found = plan_for(module.eval(), torch.randn(8, 16), **options)
     assert {each.chunks for each in found} == {2, 4, 8}
-
-
-def test_numbers_of_chunks_that_make_the_same_micro_batches_are_tried_once() -> None:
-    options: Any = {"memory": "1GiB", "devices": CPUS, "best": 1000}
-    once = plan_for(layers(), torch.randn(8, 16), chunks=[8], **options)
-    assert len(plan_for(layers(), torch.randn(8, 16), chunks=[8, 16, 32], **options)) == len(once)
-
-
-def test_an_error_names_the_layer_though_there_is_a_loss() -> None:
-    module = nn.Sequential()
-    module.add_module("good", nn.Linear(16, 16))
-    module.add_module("bad", nn.Linear(3, 16))
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as raised:
-        plan_for(module, torch.randn(8, 16), memory=1e9, loss_fn=square, devices=CPUS)
-    assert any("layer 'bad'" in note for note in raised.value.__notes__)
 
 
 def test_other_bad_arguments_are_refused() -> None:
@@ -208,13 +187,6 @@ def test_another_balance_than_that_of_equal_times_is_found_where_it_fits(
     options: Any = {"loss_fn": square, "devices": CPUS, "chunks": [2]}
     (best, *_) = plan_for(module, torch.randn(4, 724), memory=memory, **options)
     assert all(peak <= bytes_of(limit) for peak, limit in zip(best.peaks, memory, strict=True))
-
-
-def test_a_large_embedding_leaves_the_layers_to_the_other_device() -> None:
-    module = nn.Sequential(nn.Embedding(1024, 256), *layers(6, 256))
-    options: Any = {"loss_fn": square, "devices": CPUS, "chunks": [2], "memory": "5MiB"}
-    (best, *_) = plan_for(module, torch.randint(1024, (8,)), **options)
-    assert best.balance[0] == 1
 
 
 def test_the_partition_that_is_full_is_recomputed_and_no_other() -> None:

