@@ -37,6 +37,7 @@ def piped(module: nn.Sequential, way: Way, chunks: int = 3, **options: Any) -> P
 # Autocast.
 
 
+@pytest.mark.pairwise
 @half
 @each_way
 def test_one_micro_batch_under_autocast_has_the_bits_of_the_plain_module(

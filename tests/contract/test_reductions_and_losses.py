@@ -176,6 +176,7 @@ def exactly(found: Any, expected: Any) -> None:
     same(found, expected, rtol=1e-12, atol=1e-14, equal_nan=True)
 
 
+@pytest.mark.pairwise
 @schedules
 @modes
 @pytest.mark.parametrize(
