@@ -62,17 +62,6 @@ def test_pitfall_10_it_exits_with_an_unclosed_pipe(fresh: bool) -> None:
     assert ends("pipe = two(); pipe(ROWS)", fresh=fresh) == (0, "")
 
 
-def test_a_program_exits_after_a_caught_error_of_a_layer() -> None:
-    script = """
-pipe = two(second=Double(lambda x: fail(ValueError("from a layer"))))
-try:
-    pipe(ROWS)
-except ValueError as error:
-    caught = error
-"""
-    assert ends(script) == (0, "")
-
-
 def test_pitfall_9_SystemExit_in_a_layer_ends_the_program() -> None:
     script = """
 pipe = two(first=Double(lambda x: sys.exit(4)))

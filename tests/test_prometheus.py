@@ -168,6 +168,3 @@ def test_a_dropped_pipe_ends_its_threads_and_disappears(
         gc.enable()
     with two() as other:
         metrics.add(other, "a")  # the name is free
-
-
-# The package

@@ -92,6 +92,7 @@ def loss_that_notes(seen: Seen) -> Callable[[Tensor, Tensor], Tensor]:
     return loss_fn
 
 
+@pytest.mark.pairwise
 @devices
 @kinds
 @pytest.mark.parametrize("checkpoint", ["never", "always"])

@@ -79,6 +79,7 @@ class Learned:
 KINDS = ["loss", "layers", "both", "loss alone", "nothing else"]
 
 
+@pytest.mark.pairwise
 @each_way
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("balance", [[2, 1, 2, 1], [6]], ids=len)
@@ -146,6 +147,7 @@ def cubed(layer: nn.Module) -> None:
     parametrize.register_parametrization(layer, "weight", Cube())
 
 
+@pytest.mark.pairwise
 @ways
 @pytest.mark.parametrize("parametrization", [cubed, weight_norm, orthogonal])
 def test_a_cached_parametrization_is_that_of_the_plain_module(

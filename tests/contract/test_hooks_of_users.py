@@ -65,6 +65,7 @@ def both(way: Way, hook: Callable[[Any], Any]) -> tuple[Any, Any]:
     return module, plain
 
 
+@pytest.mark.pairwise
 @each_way
 @pytest.mark.parametrize("accumulated", [False, True])
 def test_a_hook_of_a_parameter_is_called_once_and_finds_the_whole_gradient(
@@ -218,6 +219,7 @@ UNSEEN: dict[str, Callable[[], list[nn.Module]]] = {
 }
 
 
+@pytest.mark.pairwise
 @each_way
 @pytest.mark.parametrize("is_late", [False, True], ids=["before", "after the first step"])
 @pytest.mark.parametrize("kind", UNSEEN)
@@ -384,6 +386,7 @@ def of_layers(layer: str) -> nn.Sequential:
     return nn.Sequential(linear(3, 3), LAYERS[layer](), linear(3, 3), LAYERS[layer]())
 
 
+@pytest.mark.pairwise
 @layers
 @each_way
 def test_gradients_are_the_plain_module_s(way: Way, layer: str) -> None:

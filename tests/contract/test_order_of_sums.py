@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipert import Pipe
 from tests.callers import Caller
 from tests.contract.ways import CALL, MODES, Way, each_way, piped, take_step
 
@@ -102,35 +101,6 @@ def test_so_does_one_that_the_caller_uses_as_well(
 
     found = Caller(steps).result()  # a new thread, which has made no nodes
     assert all(one == found[0] for one in found)
-
-
-def train(pipe: Pipe, optimizer: torch.optim.Optimizer, way: Way, steps: range) -> None:
-    for k in steps:
-        optimizer.zero_grad()
-        tokens = (TOKENS + k) % 8
-        take_step(pipe, way, tokens, loss_fn=cross_entropy, target=tokens)
-        optimizer.step()
-
-
-def adam(module: nn.Module) -> torch.optim.Adam:
-    return torch.optim.Adam(module.parameters(), lr=1e-2)
-
-
-@each_way
-def test_training_that_was_stopped_goes_on_bit_for_bit(way: Way) -> None:
-    with piped(tied(), BALANCE, way, chunks=4) as pipe:
-        optimizer = adam(pipe)
-        train(pipe, optimizer, way, range(12))
-        saved = copy.deepcopy((pipe.state_dict(), optimizer.state_dict()))
-        train(pipe, optimizer, way, range(12, 18))
-        whole = copy.deepcopy(pipe.state_dict())
-    with piped(tied(), BALANCE, way, chunks=4) as pipe:
-        optimizer = adam(pipe)
-        pipe.load_state_dict(saved[0])
-        optimizer.load_state_dict(saved[1])
-        train(pipe, optimizer, way, range(12, 18))
-        for name, weight in pipe.state_dict().items():
-            assert torch.equal(weight, whole[name]), name
 
 
 @each_way

@@ -101,6 +101,7 @@ def rows_seen(model: Any) -> list[int]:
     return seen
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("checkpoint", MODES)
 @pytest.mark.parametrize("more", [{}, {"num_items_in_batch": 40}], ids=["counted", "given"])

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipert import Pipe
-from tests.contract.ways import CALL, Way, batch, each_way, grads_of, linear, mean, same, take_step
+from tests.contract.ways import CALL, Way, batch, each_way, grads_of, linear, same, take_step
 
 half = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 loss_of: Any = F.mse_loss
@@ -37,6 +37,7 @@ def piped(module: nn.Sequential, way: Way, chunks: int = 3, **options: Any) -> P
 # Autocast.
 
 
+@pytest.mark.pairwise
 @half
 @each_way
 def test_one_micro_batch_under_autocast_has_the_bits_of_the_plain_module(
@@ -75,25 +76,6 @@ def test_a_loss_scale_may_be_on_any_device_and_be_written_after_the_step(
     for parameter, own in zip(module.parameters(), plain.parameters(), strict=True):
         assert parameter.grad is not None
         same(parameter.grad.cpu(), own.grad)
-
-
-@pytest.mark.parametrize(
-    "scale", ["8", torch.ones(3), torch.tensor(8j), torch.ones((), device="meta")],
-    ids=["text", "three", "complex", "meta"],
-)
-def test_a_loss_scale_that_is_no_number_is_refused_by_name(scale: Any) -> None:
-    called: list[Tensor] = []
-
-    class Notes(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            called.append(x)
-            return x
-
-    module = nn.Sequential(Notes(), linear(3, 3), linear(3, 2))
-    with piped(module, Way("1f1b", "never")) as pipe:
-        with pytest.raises((TypeError, ValueError), match="loss_scale"):
-            pipe.forward_backward(batch(7), loss_fn=mean, loss_scale=scale)
-    assert not called
 
 
 class Descent:

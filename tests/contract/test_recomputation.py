@@ -114,6 +114,7 @@ def with_jacobian(x: Tensor) -> Any:
     return torch.func.vmap(torch.func.jacrev(lambda z: z.sin() * z))(x).sum(-1)
 
 
+@pytest.mark.pairwise
 @each_way
 @pytest.mark.parametrize("function", [with_functional_gradient, with_jacobian])
 def test_a_functional_gradient_in_a_layer_is_right_or_refused_where_it_is_recomputed(
@@ -129,6 +130,7 @@ def test_a_functional_gradient_in_a_layer_is_right_or_refused_where_it_is_recomp
     assert "in forward F[0,1]" in seen.value.__notes__[0] and "layer '1'" in seen.value.__notes__[0]
 
 
+@pytest.mark.pairwise
 @each_way
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_a_checkpoint_of_torch_in_a_layer_is_right_or_refused_where_it_is_reentrant(
@@ -272,6 +274,7 @@ REGIONS: dict[str, Region] = {
 }
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("kind", ["Pipe", "pipeline"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("schedule", EVERY)

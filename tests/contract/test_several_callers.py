@@ -123,38 +123,6 @@ def test_the_gradients_of_steps_and_backwards_of_several_callers_add_up() -> Non
 # Pipes in pipes -----------------------------------------------------------------------------------
 
 
-def nested(inner_mode: str, outer_mode: str) -> tuple[Pipe, Pipe, nn.Sequential]:
-    layers = [nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)]
-    inner = Pipe(
-        nn.Sequential(*layers[1:3]), [1, 1], devices=["cpu"] * 2, chunks=2, checkpoint=inner_mode
-    )
-    outer = Pipe(
-        nn.Sequential(layers[0], inner, layers[3]), [1, 1, 1], devices=["cpu"] * 3, chunks=3,
-        checkpoint=outer_mode,
-    )  # fmt: skip
-    return inner, outer, nn.Sequential(*layers)
-
-
-@pytest.mark.parametrize("inner_mode", ["always", "never"])
-@pytest.mark.parametrize("outer_mode", ["always", "never"])
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_step_of_a_pipe_with_a_pipe_in_it_is_right(
-    inner_mode: str, outer_mode: str, schedule: str
-) -> None:
-    inner, outer, plain = nested(inner_mode, outer_mode)
-    x = torch.rand(12, 3)
-    with inner, outer:
-        total = outer.forward_backward(
-            x, loss_fn=lambda y, _: y.square().mean(), schedule=schedule, timeout=WAIT
-        )
-        found = [parameter.grad for parameter in plain.parameters()]
-        expected = plain(x).square().mean()
-        grads = torch.autograd.grad(expected, list(plain.parameters()))
-        assert torch.allclose(total, expected.detach())
-        for mine, grad in zip(found, grads, strict=True):
-            assert mine is not None and torch.allclose(mine, grad, atol=1e-6)
-
-
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 @pytest.mark.parametrize("call", ["forward", "step"])
 def test_a_layer_that_calls_its_own_pipe_is_refused(phase: str, call: str) -> None:

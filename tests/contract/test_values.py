@@ -147,6 +147,7 @@ BOUND: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor], str]] =
 }
 
 
+@pytest.mark.pairwise
 @pytest.mark.layered  # the graph is cut in there, too
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("mode", ["always", "never"])

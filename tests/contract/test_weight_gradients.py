@@ -115,6 +115,7 @@ def test_gradients_of_products_and_convolutions_are_put_off(name: str, autocast:
     assert put_off_of(layers, y) == {f"0.{each}" for each in expected}
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("schedule", ZB)
 @pytest.mark.parametrize("checkpoint", MODES)
 @pytest.mark.parametrize("name", [name for name in CASES if name != "frozen"])

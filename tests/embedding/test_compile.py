@@ -213,33 +213,6 @@ def test_threads_that_compile_at_once_get_the_plain_models_results(backend: str)
     assert not errors, errors
 
 
-def test_one_worker_compiles_at_a_time() -> None:
-    inside: list[int] = []
-    most: list[int] = []
-    entered = threading.Event()
-
-    def backend(graph: Any, _: Any) -> Any:
-        inside.append(1)
-        most.append(len(inside))
-        entered.wait(NEVER)  # gives others the time to come in
-        inside.pop()
-        return graph.forward
-
-    layers: list[Any] = [
-        torch.compile(nn.Linear(8, 8).double(), backend=backend) for _ in range(4)
-    ]
-    halves = [nn.Sequential(*layers[:2]), nn.Sequential(*layers[2:])]
-    pipes = [Pipe(half, [1, 1], devices=["cpu"] * 2, chunks=3) for half in halves]
-    threads = [threading.Thread(target=pipe, args=(batch(6),)) for pipe in pipes]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(WAIT)
-    for pipe in pipes:
-        pipe.close()
-    assert max(most) == 1
-
-
 def test_compiled_code_runs_while_another_worker_compiles() -> None:
     """F[1,0] is compiled, for a micro-batch of one row, until F[0,1] has run what it has got."""
     ran, compiling = threading.Event(), threading.Event()

@@ -6,7 +6,6 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-import torch
 
 pytest.importorskip("transformers", reason="the example trains a model of it")
 pytest.importorskip("peft", reason="the example's adapters are from it")
@@ -43,17 +42,3 @@ def test_the_adapters_are_saved_and_the_plain_model_loads_them(
     result = example.main([*tiny, "--save", str(folder)])
     assert result.difference < 1e-4
     assert (folder / "adapter_model.safetensors").exists()
-
-
-def test_paragraphs_in_a_row_are_told_apart(example: ModuleType) -> None:
-    options = example.build_parser().parse_args(TINY)
-    model = example.build_base(options).eval()
-    together = example.packed([b"abcd", b"ab"])
-    assert together["labels"].tolist() == [[-100, 98, 99, 100, 256, -100, 98, 256]]
-    assert example.number_of([together]) == 6
-    with torch.no_grad():
-        losses = [
-            model(**each, num_items_in_batch=1).loss
-            for each in (together, example.packed([b"abcd"]), example.packed([b"ab"]))
-        ]
-    torch.testing.assert_close(losses[0], losses[1] + losses[2])

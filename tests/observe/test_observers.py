@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 from unittest import TestCase
 
@@ -113,39 +111,6 @@ def test_an_interrupt_in_an_observer_on_the_main_thread_reaches_the_caller(event
         pipe(X)
 
 
-def test_an_observer_that_is_added_during_a_run_hears_of_the_next_one() -> None:
-    log = Log()
-    pipes: list[Pipe] = []
-
-    def add(x: Tensor) -> Tensor:
-        pipes[0].add_observer(log)
-        return x
-
-    with pipe_of(Apply(add), unit(), chunks=2) as pipe:
-        pipes.append(pipe)
-        pipe(X)
-        assert log.events == []
-        pipe(X)
-        pipes.clear()
-    assert log.of("run_started") == [RunInfo(1, 2, 2)]
-
-
-@pytest.mark.parametrize(
-    "copied", [copy.deepcopy, lambda pipe: pickle.loads(pickle.dumps(pipe))], ids=["copy", "pickle"]
-)
-def test_a_copy_of_a_pipe_has_no_observers_and_counts_for_itself(
-    copied: Callable[[Pipe], Pipe],
-) -> None:
-    log = Log()
-    with pipe_of(unit()) as pipe:
-        pipe.add_observer(log)
-        pipe(X)
-        with copied(pipe) as other:
-            other(X)
-            assert other.statistics().runs == 1
-        assert len(log.of("run_started")) == 1
-
-
 WAIT = 10.0  # s
 
 
@@ -179,31 +144,6 @@ def test_statistics_show_a_workers_task_while_it_runs() -> None:
     assert second is None or second.phase == "waiting for input" and second.partition == 1
     assert later.workers[0].busy_seconds > seen.workers[0].busy_seconds > 0
     assert later.workers[1].busy_seconds == 0
-
-
-def test_tasks_that_wait_are_counted() -> None:
-    gate = Gate()
-    with pipe_of(Apply(gate), chunks=4) as pipe:
-        threads = [threading.Thread(target=pipe, args=(X,)) for _ in range(2)]
-        threads[0].start()
-        assert gate.entered.wait(WAIT)
-        threads[1].start()
-        # The second caller's tasks are posted by the clock: its queue is seen to grow.
-        reached = threading.Event()
-        poll = threading.Thread(target=lambda: _until(pipe, 7, reached))
-        poll.start()
-        assert reached.wait(WAIT)
-        gate.open.set()
-        for thread in (*threads, poll):
-            thread.join(WAIT)
-        assert pipe.statistics().workers[0].queue_depth == 0
-
-
-def _until(pipe: Pipe, depth: int, reached: threading.Event) -> None:
-    for _ in range(10**6):
-        if pipe.statistics().workers[0].queue_depth == depth:
-            reached.set()
-            return
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 
 import pytest
 import torch
@@ -25,14 +24,3 @@ def test_workers_load_what_the_parent_copies_from_pinned_memory(gpus: Simulation
     )  # fmt: skip
     copies = [x.to("cuda:1", non_blocking=True) for (x,) in loader]
     assert torch.equal(torch.cat(copies).cpu(), data)
-
-
-def test_a_child_can_free_what_the_parent_has_allocated(gpus: Simulation) -> None:
-    x = torch.ones(4, device="cuda:1")
-    child = os.fork()
-    if child == 0:
-        del x
-        os._exit(7)
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 7
-    assert x.tolist() == [1, 1, 1, 1]
