@@ -248,17 +248,31 @@ def refuse_hidden(
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Restore the model's buffers and attributes, also those that are dicts and lists."""
+    """Restore the model's buffers; and attributes, dicts and lists that have got meta tensors.
+
+    Others stay: transformers notes in an attribute that it has registered hooks.
+    """
     tables = [vars(module) for module in modules_of(model)]
-    found: list[Any] = [one for table in tables for one in (table, *table.values())]
-    before = [(one, copy(one)) for one in found if type(one) in (dict, list)]
+    kept: list[Any] = [one for table in tables for one in (table, *table.values())]
+    before = [(one, copy(one)) for one in kept if type(one) in (dict, list)]
     with unchanged(model):
         try:
             yield
         finally:
             for now, old in before:
-                now.clear()
-                now.extend(old) if type(now) is list else now.update(old)
+                if type(now) is list:
+                    now[:] = old if any(map(_has_meta, now[len(old) :])) else now
+                    continue
+                for key in [k for k, v in now.items() if v is not old.get(k) and _has_meta(v)]:
+                    if key in old:
+                        now[key] = old[key]
+                    else:
+                        del now[key]
+
+
+def _has_meta(value: Any) -> bool:
+    found = [one for one in (value, *held_by(value, (nn.Module, Tensor))) if isinstance(one, Tensor)]
+    return any(one.is_meta and not isinstance(one, nn.Parameter) for one in found)
 
 
 def refuse_unrepeatable() -> None:

@@ -45,7 +45,7 @@ from pipert.schedules.action import Action
 
 OWN_STREAM = -1
 RECORDS = 64
-"""The number of records that are kept: those used last."""
+"""How many records are kept."""
 
 
 def cuts_of(model: nn.Module, cuts: Iterable[str], device: torch.device) -> Cuts:
@@ -93,7 +93,7 @@ class ReplayModel:
     """Whether the own code of the last partition decides by values, so that there are no records
     and all tensors that are alive cross."""
     records: dict[Any, Record] = field(default_factory=dict)
-    """By what the inputs are; the last used is the last."""
+    """By what the inputs are."""
 
     def place(self, example: Value) -> None:
         """Find the partitions that use each parameter, from a recording of the example.
@@ -180,18 +180,17 @@ class ReplayModel:
     def _record(self, i: int, x: Value, seed: int) -> Record | None:
         """Return the record for micro-batch ``i``; ``None`` if there is none."""
         kind = self._kind(x)
-        if kind in self.records:
-            self.records[kind] = self.records.pop(kind)  # now the last
-            return self.records[kind]
-        if not self.reads_values:
-            recording, draws = self._recording(x, i, seed)
+        if kind in self.records or self.reads_values:
+            return self.records.get(kind)
+        recording, draws = self._recording(x, i, seed)
         if self.reads_values:
             return None
+        record = recording.record()
         if not draws:  # else its choices may be others next time
-            self.records[kind] = recording.record()
-            if len(self.records) > RECORDS:
-                del self.records[next(iter(self.records))]
-        return recording.record()
+            if len(self.records) == RECORDS:
+                self.records.clear()
+            self.records[kind] = record
+        return record
 
     def prepare(self, batch: RankBatch) -> None:
         """Find the records of the micro-batches."""
