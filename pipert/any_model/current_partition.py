@@ -210,27 +210,24 @@ class CurrentPartition:
         if self._copies is not None:
             self._copies.end(self._segments)
 
-    def call(self, layer: ModelLayer, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call a layer in the current partition."""
+    def call(
+        self, layer: ModelLayer | None, call: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        """Call a layer in the current partition, or one of ``ModelLayers.encoders``.
+
+        A function mode would keep an encoder from torch's fast path, whose outputs are 0 at
+        padding. So its own code is not inspected.
+        """
         if self._intercept is None:
-            return self._compute(layer, call, args, kwargs)
+            return self._compute(layer, call, args, kwargs) if layer else call(*args, **kwargs)
         with Paused(self._intercept):
             args, kwargs = self._intercept.bring_all(args, kwargs)
+            if layer is None:
+                return call(*args, **kwargs)
             y = self._compute(layer, call, args, kwargs)
             if self._copies is not None:
                 self._copies.settle(y)
         return y
-
-    def call_encoder(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Call an ``nn.TransformerEncoder`` around layers without inspecting its own code.
-
-        A function mode would keep it from torch's fast path, whose outputs are 0 at padding.
-        """
-        if self._intercept is None:
-            return call(*args, **kwargs)
-        with Paused(self._intercept):
-            args, kwargs = self._intercept.bring_all(args, kwargs)
-            return call(*args, **kwargs)
 
     def _compute(self, layer: ModelLayer, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a layer whose arguments are here."""

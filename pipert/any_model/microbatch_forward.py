@@ -187,7 +187,7 @@ class MicroBatchForward:
             if module is self._model:
                 self._note_call_of_model()
             if module in self._layers.encoders:
-                call = partial(self._current.call_encoder, call)
+                return self._current.call(None, call, args, kwargs)
             return call(*args, **kwargs)
         if self._context.grad_enabled and self.j < self._n - 1:
             before, self._checkpoint = self._checkpoint, checkpoint_around()

@@ -78,7 +78,7 @@ class ModelLayers(dict[nn.Module, ModelLayer]):
             if type(module).forward is nn.TransformerEncoder.forward
             and self.around.isdisjoint(module.get_submodule("layers").children())
         }
-        """Those of torch whose own code computes nothing between its layers (``call_encoder``)."""
+        """Those of torch whose own code computes nothing between its layers."""
         self.begun: set[int] = set()
         """The partitions that have begun with the call of their cuts."""
         self._called: set[nn.Module] = set()
