@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from pipert._torch import transforms
 from pipert.batch.tensors import version
 from pipert.layers.compiling import is_compiled
 from pipert.layers.modules import modules_of
