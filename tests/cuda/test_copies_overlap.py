@@ -157,9 +157,14 @@ def of(timeline: Timeline, *kinds: str) -> list[Event]:
 
 
 @ways
-def test_tasks_and_copies_are_recorded_by_the_device_s_clock(pipe: Pipe, train: Train) -> None:
-    with pipe.record() as timeline:
-        train(pipe, batch())
+@pytest.mark.parametrize("kind", [Pipe, AnyModelPipe])
+def test_tasks_and_copies_are_recorded_by_the_device_s_clock(
+    gpus: Simulation, kind: type[Any], train: Train
+) -> None:
+    module, devices = nn.Sequential(*[Busy() for _ in range(N)]), [f"cuda:{k}" for k in range(N)]
+    with kind(module, [1] * N, devices=devices, chunks=M, checkpoint="never") as pipe:
+        with pipe.record() as timeline:
+            train(pipe, batch())
     assert set(microseconds(of(timeline, FORWARD)).values()) == {COMPUTE}
     assert set(microseconds(of(timeline, BACKWARD)).values()) == {COMPUTE}
     assert microseconds(of(timeline, COPY)) == {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
 from collections import Counter
 from dataclasses import replace
@@ -162,31 +161,6 @@ def test_tasks_are_in_the_order_of_what_they_need() -> None:
                 assert forward.end <= recompute.start <= recompute.end <= backward.start
 
 
-class MeetAt(nn.Module):
-    """A layer that waits at one of its calls for another such layer."""
-
-    def __init__(self, barrier: threading.Barrier, call: int) -> None:
-        super().__init__()
-        self.barrier = barrier
-        self.call = call
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.call == 0:
-            self.barrier.wait(10)
-        self.call -= 1
-        return x
-
-
-def test_tasks_that_run_at_the_same_time_overlap() -> None:
-    barrier = threading.Barrier(2)  # at which F[1,0] and F[0,1] meet
-    module = nn.Sequential(MeetAt(barrier, 1), MeetAt(barrier, 0))
-    with Pipe(module, [1, 1], devices=["cpu", "cpu"], chunks=2) as pipe:
-        with pipe.record() as timeline:
-            pipe(torch.ones(2, 1))
-    one, other = only(timeline, "forward", 1, 0), only(timeline, "forward", 0, 1)
-    assert max(one.start, other.start) < min(one.end, other.end)
-
-
 def test_events_say_which_run_clock_and_device() -> None:
     with pipe_of(model()) as pipe:
         pipe(batch())
@@ -266,27 +240,6 @@ def test_two_recordings_see_the_calls_inside_each() -> None:
         pipe(batch())
     assert {event.run for event in outer.events} == {0, 1, 2}
     assert {event.run for event in inner.events} == {1}
-
-
-def test_calls_of_other_threads_are_recorded() -> None:
-    with pipe_of(model()) as pipe, pipe.record() as timeline:
-        thread = threading.Thread(target=pipe, args=(batch(),))
-        thread.start()
-        thread.join()
-    assert tasks(timeline, "forward") == EACH_ONCE
-
-
-class Fails(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        raise ZeroDivisionError
-
-
-def test_a_failing_call_is_recorded_as_far_as_it_ran() -> None:
-    module = nn.Sequential(nn.Linear(4, 4), Fails())
-    with Pipe(module, [1, 1], devices=["cpu", "cpu"], chunks=2) as pipe, pipe.record() as timeline:
-        with pytest.raises(ZeroDivisionError):
-            pipe(torch.ones(2, 4))
-    assert (0, 1) in tasks(timeline, "forward")
 
 
 @pytest.mark.layered  # what saves nothing is recomputed by nobody

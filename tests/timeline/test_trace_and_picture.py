@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -123,14 +121,6 @@ def test_a_picture_without_matplotlib_says_what_is_missing(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ImportError, match="matplotlib"):
         Timeline(EVENTS, CUDA).plot(tmp_path / "timeline.svg")
-
-
-def test_git_ignores_what_a_recording_and_the_demo_leave_here() -> None:
-    if shutil.which("git") is None or not (ROOT / ".git").exists():
-        pytest.skip("not a checkout of git")
-    names = ["trace.json", "timeline.svg", "pipert-demo/report.txt"]
-    ignored = subprocess.run(["git", "check-ignore", *names], cwd=ROOT, capture_output=True)
-    assert ignored.stdout.decode().split() == names
 
 
 def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
