@@ -19,7 +19,7 @@ import os
 import threading
 import traceback
 import weakref
-from bisect import bisect_right
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -32,7 +32,7 @@ from torch.autograd.graph import Node
 from torch.autograd.profiler import record_function
 
 from pipert._torch import backward_id, node_count, profiler_is_on, sequence_nr
-from pipert.autograd.leaves import is_cast_of_leaf, leaves_behind
+from pipert.autograd.leaves import leaves_behind
 from pipert.observe.event import BACKWARD, KIND_OF, Event, Observer, RunInfo, TaskInfo
 from pipert.observe.recording import Recording, Span, stamp
 from pipert.queues.process_lock import ProcessLock
@@ -46,8 +46,9 @@ _counting = ProcessLock(reentrant=True)
 
 _UNDER_NSIGHT = "NSYS_PROFILING_SESSION_ID" in os.environ
 
-_OF_THE_PARTITION_BEFORE = ("_WaitBackward", "_RecomputeBackward")
-"""Nodes that any model makes as it copies a tensor, and that run on the device it comes from."""
+_OF_OTHER_TASKS = ("ToCopyBackward0", "_WaitBackward", "_RecomputeBackward")
+"""Nodes that may run in another task: autocast's casts of weights are all threads', and any model
+makes the others as it copies a tensor, which run on the device that it comes from."""
 
 
 class RunTrace:
@@ -178,19 +179,15 @@ class RunTrace:
             parts: for each partition the number of the first node made there, *j* and its device.
             xs: the nodes that made the inputs of the first part.
         """
-        firsts, last = [first for first, *_ in parts], node_count()
-        found: list[list[Node]] = [[] for _ in parts]
         ends = {y.grad_fn for y in ys if y.grad_fn is not None}.difference(xs)
-        for node in leaves_behind(ends, stop=xs).nodes:
-            k = bisect_right(firsts, sequence_nr(node)) - 1
-            # A node of the caller's has a lower number, but the cast of a weight any number.
-            is_made_here = k >= 0 and sequence_nr(node) < last and not is_cast_of_leaf(node)
-            if is_made_here and type(node).__name__ not in _OF_THE_PARTITION_BEFORE:
-                found[k].append(node)
-        for (_, j, device), nodes in zip(parts, found, strict=True):
-            if nodes:
+        nodes = {sequence_nr(node): node for node in leaves_behind(ends, stop=xs).nodes}
+        numbers = sorted([k for k in nodes if type(nodes[k]).__name__ not in _OF_OTHER_TASKS])
+        stops = [*[first for first, *_ in parts[1:]], node_count()]
+        for (first, j, device), stop in zip(parts, stops, strict=True):
+            own = numbers[bisect_left(numbers, first) : bisect_left(numbers, stop)]
+            if own:  # without the caller's nodes, whose numbers are lower
                 begin = partial(self._begin_backward, i, j, device)
-                _watch(max(nodes, key=sequence_nr), min(nodes, key=sequence_nr), begin)
+                _watch(nodes[own[-1]], nodes[own[0]], begin)
 
     def _begin_backward(self, i: int, j: int, device: torch.device) -> Span:
         with _range(str(Action("B", i, j)), device):  # a mark: a range cannot end in another node
