@@ -66,6 +66,7 @@ class RunTrace:
         self._is_step = is_step
         self._observers = tuple(trace.observers.values())
         self.recordings = trace.recordings
+        self._is_profiled = profiled
         self.is_recorded = profiled or bool(self.recordings)
         """Whether tasks are recorded, or shown to a profiler."""
         self.is_watched = self.is_recorded or bool(self._observers)
@@ -104,10 +105,10 @@ class RunTrace:
     def task(self, action: Action, device: torch.device) -> Iterator[None]:
         """Show all who watch that the block is a task."""
         task, began = self._task(action, device), perf_counter()
-        event, shown = NOTHING, NOTHING
-        if self.is_recorded:
+        shown = _range(str(action), device) if self._is_profiled else NOTHING
+        event = NOTHING
+        if self.recordings:
             event = self.during(KIND_OF[action.kind], action.i, action.j, device)
-            shown = _range(str(action), device)
         self.tell(lambda observer: observer.task_started(task))
         try:
             with event, shown:
@@ -190,7 +191,8 @@ class RunTrace:
                 _watch(nodes[own[-1]], nodes[own[0]], begin)
 
     def _begin_backward(self, i: int, j: int, device: torch.device) -> Span:
-        with _range(str(Action("B", i, j)), device):  # a mark: a range cannot end in another node
+        # A mark alone: a range cannot end in another node.
+        with _range(str(Action("B", i, j)), device) if self._is_profiled else NOTHING:
             return self.begin(BACKWARD, i, j, device)
 
 
