@@ -49,6 +49,7 @@ class Timeline:
         self._workers = tuple(assign_workers(list(self._devices)) if workers is None else workers)
         self._steps = set(steps)
         self._failed = set(failed)
+        self._recording: Recording | None = None  # what they are read from
         n = len(self._devices)
         for event in self._events:
             if event.kind not in KINDS or not 0 <= event.partition < n:
@@ -57,7 +58,14 @@ class Timeline:
     @property
     def events(self) -> tuple[Event, ...]:
         """All finished events, in order of their start. Waits for those on CUDA."""
-        return self._events
+        recording = self._recording
+        if recording is None or self._events:
+            return self._events
+        is_over = not recording.is_open  # asked first, so that no event is missed
+        events = tuple(recording.events())
+        if is_over:
+            self._events = events
+        return events
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
@@ -95,9 +103,12 @@ class Timeline:
         Raises:
             ValueError: the timeline has no forward task.
         """
-        return make_report(
+        report = make_report(
             self.events, self.lanes, self._workers, self._devices, self.steps, self.failed
         )
+        in_one = () if self._recording is None else tuple(self._recording.in_one)
+        advice = [Advice("chunks", text) for text in in_one]
+        return replace(report, advice=(*advice, *report.advice))
 
     def save(self, path: str | Path) -> None:
         """Write a trace that Perfetto (https://ui.perfetto.dev) and ``chrome://tracing`` open.
@@ -135,42 +146,17 @@ class Timeline:
         return f"<{type(self).__name__} of {', '.join(self.lanes)}>"  # reading events may take long
 
 
-class LiveTimeline(Timeline):
-    """A timeline of the events recorded so far. References neither the pipe nor its threads."""
-
-    def __init__(
-        self,
-        recording: Recording,
-        devices: Sequence[torch.device],
-        workers: Sequence[int],
-    ) -> None:
-        super().__init__((), devices, workers)
-        self._recording = recording
-        self._steps, self._failed = recording.steps, recording.failed  # which grow
-
-    @property
-    def events(self) -> tuple[Event, ...]:
-        is_over = not self._recording.is_open  # asked first, so that no event is missed
-        events = self._events or tuple(self._recording.events())
-        if is_over:
-            self._events = events
-        return events
-
-    def report(self) -> Report:
-        report, in_one = super().report(), tuple(self._recording.in_one)
-        advice = tuple([Advice("chunks", text) for text in in_one])
-        return replace(report, advice=(*advice, *report.advice))
-
-
 @contextmanager
 def record(
     trace: Trace, devices: Sequence[torch.device], workers: Sequence[int]
 ) -> Iterator[Timeline]:
     """Record the calls of a pipe that begin inside the block; references only its trace."""
-    recording = Recording(devices)
+    recording, timeline = Recording(devices), Timeline((), devices, workers)
+    timeline._recording = recording
+    timeline._steps, timeline._failed = recording.steps, recording.failed  # which grow
     trace.start_recording(recording)
     try:
-        yield LiveTimeline(recording, devices, workers)
+        yield timeline
     finally:
         trace.stop_recording(recording)
 
