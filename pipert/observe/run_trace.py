@@ -35,7 +35,7 @@ from pipert._torch import backward_id, node_count, profiler_is_on, sequence_nr
 from pipert.autograd.leaves import leaves_behind
 from pipert.observe.event import BACKWARD, KIND_OF, Event, Observer, RunInfo, TaskInfo
 from pipert.observe.recording import Recording, Span, stamp
-from pipert.queues.locks import ProcessLock
+from pipert.queues.process_lock import ProcessLock
 from pipert.schedules.action import RECOMPUTE, Action
 from pipert.schedules.plan import Plan
 from pipert.workers.context import NOTHING
@@ -181,8 +181,7 @@ class RunTrace:
             xs: the nodes that made the inputs of the first part.
         """
         ends = {y.grad_fn for y in ys if y.grad_fn is not None}.difference(xs)
-        found = leaves_behind(ends, stop=xs).nodes
-        nodes = dict(zip(map(sequence_nr, found), found, strict=True))
+        nodes = {sequence_nr(node): node for node in leaves_behind(ends, stop=xs).nodes}
         numbers = sorted([k for k in nodes if type(nodes[k]).__name__ not in _OF_OTHER_TASKS])
         stops = [*[first for first, *_ in parts[1:]], node_count()]
         for (first, j, device), stop in zip(parts, stops, strict=True):

@@ -56,6 +56,8 @@ class CallBoundary:
     def cross(self, i: int, x: Value, origin: int | None, is_skip: bool = False) -> Value:
         """Bring a value here from partition ``origin``, or the caller, for the layers."""
         copied = None
+        if i == 0 and self._grad_enabled:  # in the first call a worker's nodes have low numbers
+            order.begin_numbers(self._last + 1)  # beyond all turns
         if self.copies.come_in:
             x, copied = self.copies.copy(i, x, origin)
         if self._token is not None and not is_skip:

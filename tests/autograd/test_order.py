@@ -177,6 +177,36 @@ def test_backward_runs_in_reverse_order_without_differentiable_input(
     assert [backwards(log, j) for j in range(n)] == [[4, 3, 2, 1, 0]] * n
 
 
+class Branches(nn.Module):
+    """Has long ways from its weight, beside the one from the input."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale: Tensor = self.weight
+        for _ in range(8):
+            scale = scale.sin() + scale
+        return x * scale.tanh()
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+def test_gradients_of_a_tied_weight_are_summed_in_the_first_call_as_in_later_ones(
+    checkpoint: str
+) -> None:
+    """Although the nodes of a new worker have the lowest numbers."""
+    for _ in range(10):
+        weight, x = nn.Parameter(torch.randn(64)), torch.randn(8, 64)
+        module, gradients = nn.Sequential(*[Branches(weight) for _ in range(3)]), list[Any]()
+        with Pipe(module, [1] * 3, devices=["cpu"] * 3, chunks=4, checkpoint=checkpoint) as pipe:
+            for _ in range(2):
+                weight.grad = None
+                pipe(x).square().sum().backward()
+                gradients.append(weight.grad)
+        assert torch.equal(*gradients)
+
+
 @pytest.mark.parametrize("checkpoint", MODES)
 def test_backward_runs_in_reverse_order_behind_frozen_partitions(checkpoint: str) -> None:
     log: list[Step] = []
