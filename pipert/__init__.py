@@ -27,8 +27,12 @@ from pipert.pipe import Pipe
 from pipert.pipeline import pipeline
 from pipert.pipes.module_pipe import ModulePipe
 from pipert.planning.search import plan_for
-from pipert.recompute.exempt import never_recompute
-from pipert.recompute.phase import current_microbatch, is_checkpointing, is_recomputing
+from pipert.recompute.public import (
+    current_microbatch,
+    is_checkpointing,
+    is_recomputing,
+    never_recompute,
+)
 from pipert.status import Statistics, TaskStatus, WorkerStatistics
 from pipert.timeline.timeline import Timeline
 

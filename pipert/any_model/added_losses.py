@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from pipert._torch import has_hooks
 from pipert._typing import Value
 from pipert.batch.tensors import tensors_of
-from pipert.recompute.buffers import SMALL
-from pipert.recompute.phase import current_microbatch
+from pipert.recompute.public import current_microbatch
+from pipert.recompute.snapshot import SMALL
 from pipert.stage.loss import loss_in, own_loss
 from pipert.stage.loss_checks import StepCall
 

@@ -56,7 +56,7 @@ from pipert.errors import NestedCheckpointError, PipeClosedError, PipertError, a
 from pipert.layers.intercepted import here
 from pipert.queues.closable import Once
 from pipert.queues.latch import Latch
-from pipert.recompute.phase import begin_microbatch, end_microbatch
+from pipert.recompute.public import begin_microbatch, end_microbatch
 from pipert.schedules.action import FORWARD, Action
 from pipert.stage.links import SENT
 from pipert.stage.stage import Stage

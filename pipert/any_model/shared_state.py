@@ -30,7 +30,7 @@ from pipert.batch.tensors import version
 from pipert.errors import SharedStateWarning
 from pipert.layers.modules import modules_of
 from pipert.layers.place import Place
-from pipert.recompute.buffers import original_of
+from pipert.recompute.snapshot import original_of
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules")  # dicts whose items are attributes, too
 _PLAIN = (str, bytes, type(None), slice, range, torch.device, Number)  # numpy's numbers, too

@@ -7,7 +7,7 @@ changes it in place changes both, as in the plain module. Each skip is a value o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice
 from operator import attrgetter, itemgetter
@@ -111,26 +111,6 @@ def versions(tensors: Sequence[Tensor]) -> list[int]:
     """Return the :func:`version` of each tensor, if possible without running Python for each."""
     is_any = any(map(Tensor.is_inference, tensors))
     return list(map(version, tensors)) if is_any else list(map(_version, tensors))
-
-
-class Versions:
-    """The versions of many tensors, compared without running Python for each."""
-
-    __slots__ = ("_before", "_tensors")
-
-    def __init__(self) -> None:
-        self._tensors: list[Tensor] = []
-        self._before: list[int] = []
-
-    def add(self, tensors: Iterable[Tensor]) -> None:
-        """Record the current versions of ``tensors``, except inference tensors, which have none."""
-        versioned = [tensor for tensor in tensors if not tensor.is_inference()]
-        self._tensors += versioned
-        self._before += map(_version, versioned)
-
-    def are_current(self) -> bool:
-        """Return whether no tensor has been modified in place since it was added."""
-        return list(map(_version, self._tensors)) == self._before
 
 
 _requires_grad: Callable[[Tensor], bool] = attrgetter("requires_grad")

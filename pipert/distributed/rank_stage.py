@@ -34,7 +34,7 @@ from pipert.layers.place import Place
 from pipert.layers.random_numbers import RunSeed
 from pipert.observe.run_trace import RunTrace
 from pipert.recompute.effects import Effects
-from pipert.recompute.phase import microbatch
+from pipert.recompute.public import microbatch
 from pipert.schedules.action import BACKWARD, FORWARD, Action
 from pipert.stage.actions import compute
 from pipert.stage.shared_memory import Shared

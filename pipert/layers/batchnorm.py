@@ -14,7 +14,7 @@ Here the layers are unchanged and the sums belong to the run:
 1. In ``F[i,j]`` the normalisation function of a layer in training mode gets scratch buffers
    with momentum 1, which makes torch itself return mean and unbiased variance. They are recorded
    together with the number of values they summarise.
-2. In ``R[i,j]`` nothing is recorded, and the buffers are put aside (``recompute/buffers.py``).
+2. In ``R[i,j]`` nothing is recorded, and the buffers are put aside (``recompute/snapshot.py``).
 3. When the call has succeeded, the records of all its micro-batches are pooled and the running
    statistics updated once, as ``nn.BatchNorm`` does with the whole mini-batch. When it fails, the
    records are dropped with the run.
@@ -43,7 +43,7 @@ from pipert.batch.tensors import version
 from pipert.errors import NestedCheckpointError, NotBatchFirstWarning, WholeBatchWarning
 from pipert.layers.modules import check_initialised
 from pipert.queues.process_lock import ProcessLock
-from pipert.recompute.buffers import original_of
+from pipert.recompute.snapshot import original_of
 
 _committing = ProcessLock()
 

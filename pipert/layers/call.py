@@ -24,7 +24,7 @@ from pipert.layers.place import Place, describe_layer
 from pipert.layers.random_numbers import RunSeed, TaskRng, current_task
 from pipert.observe.run_trace import RunTrace
 from pipert.recompute.effects import Effect, Effects
-from pipert.recompute.phase import is_recomputing, microbatch, recompute_here
+from pipert.recompute.public import is_recomputing, microbatch, recompute_here
 from pipert.recompute.segment import Segments
 from pipert.recompute.snapshot import Snapshot
 from pipert.schedules.action import FORWARD, RECOMPUTE, Action

@@ -33,7 +33,7 @@ from torch.overrides import TorchFunctionMode
 from pipert.batch.tensors import version
 from pipert.layers.compiling import is_compiled
 from pipert.layers.modules import modules_of
-from pipert.recompute.buffers import original_of
+from pipert.recompute.snapshot import original_of
 from pipert.workers.context import is_transformed
 
 Weights = tuple[nn.Parameter, ...]

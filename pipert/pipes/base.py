@@ -40,7 +40,7 @@ from pipert.model.settings import (
 )
 from pipert.observe.event import Observer
 from pipert.pipes.settings import Settings
-from pipert.recompute.phase import is_recomputing
+from pipert.recompute.public import is_recomputing
 from pipert.schedules.plan import BOUNDED, Plan, Schedule, maker_of, plan, recomputed_in_each
 from pipert.stage.assembly import Model
 from pipert.stage.backward import unpartitioned_weights

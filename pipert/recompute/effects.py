@@ -33,9 +33,7 @@ from pipert._torch import (
     call_after_backward,
     is_wrapped,
 )
-from pipert._typing import Value
 from pipert.autograd.streams import CopyStreams
-from pipert.batch.tensors import differentiable
 from pipert.errors import RecomputationError
 from pipert.layers.place import Place
 from pipert.schedules.action import RECOMPUTE, Action
@@ -58,10 +56,10 @@ Sampled = tuple[torch.Size, torch.dtype, Tensor | None]
 in a tensor of another class."""
 
 
-def sampled(y: Value) -> list[Sampled]:
-    """Sample the differentiable tensors of a task's output."""
+def sampled(ys: Sequence[Tensor]) -> list[Sampled]:
+    """Sample tensors that require grad."""
     with WithoutFunctions(), WithoutDispatch():
-        return [(t.shape, t.dtype, _sample(t)) for t in differentiable(y)[0]]
+        return [(y.shape, y.dtype, _sample(y)) for y in ys]
 
 
 def _sample(tensor: Tensor) -> Tensor | None:
@@ -93,14 +91,14 @@ class Effect:
         self._place = place
         self._i = i
 
-    def note(self, y: Value) -> None:
-        """Note what is returned.
+    def note(self, ys: Sequence[Tensor]) -> None:
+        """Note what is returned and requires grad.
 
         Raises:
             RecomputationError: it is no longer of the same shapes and dtypes. Other values are
                 refused later.
         """
-        after, before = sampled(y), self._before
+        after, before = sampled(ys), self._before
         if before is None:
             self._before = after
             return

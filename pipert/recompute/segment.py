@@ -55,11 +55,12 @@ from pipert.batch.tensors import describe, differentiable, tensors_of, versions
 from pipert.errors import RecomputationError
 from pipert.recompute.effects import REMEDY, Effect
 from pipert.recompute.nodes import are_needed, through_checkpoint
-from pipert.recompute.phase import checkpoint_here
+from pipert.recompute.public import checkpoint_here
 from pipert.workers.context import NOTHING
 from pipert.workers.thread_state import NEW_THREAD_AUTOCAST, autocast, get_autocast
 
 Compute = Callable[[Value], Value]
+Again = Callable[[Value], tuple[Value, Tensors]]
 Drawing = Callable[[], AbstractContextManager[object]] | None
 Made = tuple[Callable[[], Tensor | None], int, "Callable[[], Segment | None]", int]
 """An output of a segment: the tensor, by a weak reference, its version, the segment, likewise, and
@@ -126,21 +127,22 @@ class Segments:
         # clears it after R.
         uncached = partial(autocast, (False, settings[1]))
 
-        def again(value: Value) -> Value:
+        def again(value: Value) -> tuple[Value, Tensors]:
             is_off = get_autocast() == settings == NEW_THREAD_AUTOCAST
             with NOTHING if is_off else uncached(), NOTHING if drawing is None else drawing():
                 y = compute(value)
-            effect.note(y)
-            return y
+            ys, _ = differentiable(y)
+            effect.note(ys)
+            return y, ys
 
         segment = Segment(self, again, copies)
         before = checkpoint_here.set(True)
         try:
             with NOTHING if settings == NEW_THREAD_AUTOCAST else uncached():
-                y = segment.record(first, value, self._made)
+                y, ys = segment.record(first, value, self._made)
         finally:
             checkpoint_here.reset(before)
-        effect.note(y)
+        effect.note(ys)
         self._segments.append(weak := weakref.ref(segment))
         if not copies:
             outputs = tensors_of(y)[0]
@@ -196,7 +198,7 @@ class Segment:
         "_tensors", "_versions", "_wanting", "graph", "is_pair", "is_used", "outputs",
     )  # fmt: skip
 
-    def __init__(self, group: Segments, again: Compute, copies: bool) -> None:
+    def __init__(self, group: Segments, again: Again, copies: bool) -> None:
         self._group = group
         self._again = again
         self._copies = copies
@@ -212,13 +214,18 @@ class Segment:
         self.outputs: Tensors = ()
         """The outputs of the current repetition, if they are used."""
 
-    def record(self, compute: Compute, value: Value, made: dict[int, Made]) -> Value:
+    def record(
+        self, compute: Compute, value: Value, made: dict[int, Made]
+    ) -> tuple[Value, Tensors]:
         """Run ``compute(value)``, and replace its graph by one node if possible (rules 1 and 5).
 
         Args:
             compute: computes the segment for the first time.
             value: the input, any pytree.
             made: the outputs of earlier segments, by id.
+
+        Returns:
+            The output, and those tensors in it that require grad.
 
         Raises:
             RuntimeError: a layer has changed an input, or put a hook on it.
@@ -245,7 +252,7 @@ class Segment:
             _refuse_changes(tensors, before)
             if _hooks(tensors) != hooks:
                 raise RuntimeError(_HOOK)
-        return rebuild(ys)
+        return rebuild(ys), ys
 
     def _save(
         self, tensors: Tensors, versions: list[int], made: dict[int, Made]
@@ -278,8 +285,8 @@ class Segment:
                 begins.add((own.grad_fn or order.edge_of(own).node, own.output_nr))
         return tuple(inputs), tuple(xs), begins
 
-    def _compute(self) -> tuple[Value, Tensors]:
-        """Compute the segment again; return its output, and the inputs that require grad.
+    def _compute(self) -> tuple[Tensors, Tensors]:
+        """Compute the segment again; return its inputs and outputs that require grad.
 
         Raises:
             RuntimeError: an input was changed in place.
@@ -298,16 +305,15 @@ class Segment:
             tensors.append(tensor.detach())
         xs = tuple([tensors[k].requires_grad_() for k in self._wanting])
         inputs = [*map(Tensor.clone, tensors)] if self._copies else tensors
-        y = self._again(self._rebuild(tuple(inputs)))
+        y, ys = self._again(self._rebuild(tuple(inputs)))
         if self.is_used:
             self.outputs = tensors_of(y)[0]
-        return y, xs
+        return xs, ys
 
     def build(self, keep: bool = True) -> None:
         """Compute the segment again, and ``keep`` its graph."""
-        y, xs = self._compute()
+        xs, ys = self._compute()
         if keep:
-            ys = differentiable(y)[0]
             self.graph = tuple(map(order.edge_of, xs)), tuple(map(order.edge_of, ys))
 
     def fill(self) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from pipert._typing import Value
 from pipert.batch.microbatch import Batch
 from pipert.batch.tensors import tensors_of
-from pipert.recompute.buffers import Buffers
+from pipert.recompute.snapshot import Buffers
 from pipert.schedules.plan import Schedule
 from pipert.stage.loss import LossFunction, StepFunction, own_loss
 

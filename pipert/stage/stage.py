@@ -36,7 +36,7 @@ from pipert.layers.call import Layers
 from pipert.layers.parameter_copies import ParameterCopies, Weights
 from pipert.layers.place import Place
 from pipert.queues.closable import Once
-from pipert.recompute.phase import begin_microbatch, end_microbatch
+from pipert.recompute.public import begin_microbatch, end_microbatch
 from pipert.recompute.segment import Segments
 from pipert.schedules.action import BACKWARD, FORWARD, WEIGHT, Action
 from pipert.skip.namespace import Key

@@ -139,7 +139,7 @@ class _Probe:
         )  # fmt: skip
 
     def _samples(self) -> int:
-        values = [one[2] for y in self.outputs for one in sampled(y.requires_grad_())]
+        values = [one[2] for y in self.outputs for one in sampled([y.requires_grad_()])]
         return 2 * nbytes([one for one in values if one is not None])
 
     def _sources(self) -> dict[int, int]:

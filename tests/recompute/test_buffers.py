@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pipert import Pipe, is_recomputing
-from pipert.recompute import buffers
+from pipert.recompute import snapshot
 from tests.contract.ways import CALL, Way, batch, grads_of, linear, mean, same, take_step
 
 RECOMPUTING = [Way(schedule, "always") for schedule in (CALL, "gpipe", "1f1b")]
@@ -69,14 +69,14 @@ def test_a_buffer_is_changed_by_forwards_alone(change: Callable[[Any], Any], way
 
 @pytest.mark.parametrize("change", [CHANGES["method"], replace])
 def test_a_large_buffer_is_changed_by_forwards_alone(change: Callable[[Any], Any]) -> None:
-    layer = Moving(change, torch.zeros(buffers.SMALL + 1))
+    layer = Moving(change, torch.zeros(snapshot.SMALL + 1))
     step(nn.Sequential(layer), RECOMPUTING[0], batch(4))
     assert torch.unique(layer.book).tolist() == [2.0]
 
 
 def test_a_large_buffer_that_nobody_writes_is_not_copied() -> None:
     seen: list[Tensor] = []
-    large = torch.zeros(buffers.SMALL + 1)
+    large = torch.zeros(snapshot.SMALL + 1)
     layer = Moving(lambda layer: seen.append(layer.book), large)
     step(nn.Sequential(layer), RECOMPUTING[0], batch(4))
     assert len(seen) == 4 and all(book is large for book in seen)
@@ -197,7 +197,7 @@ def test_gradients_and_statistics_are_those_of_the_plain_module(kind: str, way: 
 def test_what_a_layer_has_in_place_of_a_buffer_leads_to_it() -> None:
     norm = nn.BatchNorm1d(3)
     seen: list[Any] = []
-    buffers.Buffers([norm]).put_aside(lambda: seen.append(norm.running_mean))
+    snapshot.Buffers([norm]).put_aside(lambda: seen.append(norm.running_mean))
     assert seen[0] is not norm.running_mean
-    assert buffers.original_of(seen[0]) is norm.running_mean
-    assert buffers.original_of(norm) is norm
+    assert snapshot.original_of(seen[0]) is norm.running_mean
+    assert snapshot.original_of(norm) is norm

@@ -233,7 +233,7 @@ def test_a_recomputation_outside_of_a_backward_is_checked_at_once() -> None:
 )
 def test_a_sample_is_small_and_spread(shape: tuple[int, ...]) -> None:
     y = torch.arange(float(torch.Size(shape).numel()), requires_grad=True)
-    ((_, _, values),) = sampled(y.view(shape))
+    ((_, _, values),) = sampled([y.view(shape)])
     assert values is not None
     assert min(100, y.numel()) <= values.numel() <= 256
     assert len(torch.unique(values)) == values.numel()
