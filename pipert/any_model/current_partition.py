@@ -175,7 +175,7 @@ class CurrentPartition:
         self._rng = TaskRng(shared.run.seed, action, place.device)
         self._rng.called = set()
         self._block.enter_context(self._rng)  # the model's own code may draw, too
-        self._segments = stage.segments(self._i) if self._i < stage.recomputed else None
+        self._segments = stage.layers.segments(self._i) if self._i < stage.recomputed else None
         if self._graph is not None and shared.step is not None:
             self._graph.begin(place.j)
             shared.step.ledger.graphs[self._i, place.j].segments = self._segments

@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from pipert._typing import Value
+from pipert.autograd.order import begin_numbers
 from pipert.batch.microbatch import Arguments
 from pipert.batch.tensors import Carried, describe
 from pipert.errors import add_note
@@ -82,10 +83,14 @@ class Layers:
                 for layer in partition
             ]
 
-    def segments(self, i: int) -> Segments:
-        """Begin to checkpoint micro-batch ``i`` in its forward."""
-        if self._snapshot is None:  # before the first forward
+    def segments(self, i: int, first_node: int = 0) -> Segments:
+        """Begin to checkpoint micro-batch ``i`` in its forward.
+
+        Before the first one, the thread's nodes get numbers from ``first_node`` on (**V2**).
+        """
+        if self._snapshot is None:
             self._snapshot = Snapshot(self._partition)
+            begin_numbers(first_node)
         effect, copies = partial(Effect, self._effects, self._place, i), self.copies
         used = tuple if copies is None else partial(copies.of_partition, self._place.j)
         hooks = self._context.saved_tensor_hooks

@@ -35,7 +35,7 @@ from pipert._torch import backward_id, node_count, profiler_is_on, sequence_nr
 from pipert.autograd.leaves import leaves_behind
 from pipert.observe.event import BACKWARD, KIND_OF, Event, Observer, RunInfo, TaskInfo
 from pipert.observe.recording import Recording, Span, stamp
-from pipert.queues.process_lock import ProcessLock
+from pipert.queues.locks import ProcessLock
 from pipert.schedules.action import RECOMPUTE, Action
 from pipert.schedules.plan import Plan
 from pipert.workers.context import NOTHING

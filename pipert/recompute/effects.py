@@ -20,7 +20,6 @@ import threading
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -37,7 +36,6 @@ from pipert.autograd.streams import CopyStreams
 from pipert.errors import RecomputationError
 from pipert.layers.place import Place
 from pipert.schedules.action import RECOMPUTE, Action
-from pipert.workers.context import current_streams
 
 _SIZE = 256  # the most elements of a sample
 _TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-2}
@@ -144,20 +142,13 @@ class Effects:
     Args:
         at_end: whether the run calls :meth:`check`. Otherwise the end of each backward does.
         streams: has the stream of each device to compare on; by default the current one.
-        of_run: the streams on which the run computes, for the end of a backward.
     """
 
-    __slots__ = ("_at_end", "_last", "_lock", "_of_run", "_pairs", "_streams")
+    __slots__ = ("_at_end", "_last", "_lock", "_pairs", "_streams")
 
-    def __init__(
-        self,
-        at_end: bool,
-        streams: CopyStreams | None = None,
-        of_run: Sequence[torch.cuda.Stream] = (),
-    ) -> None:
+    def __init__(self, at_end: bool, streams: CopyStreams | None = None) -> None:
         self._at_end = at_end
         self._streams = streams
-        self._of_run = of_run
         self._last: dict[torch.device, torch.cuda.Event] = {}  # behind the last recomputation
         self._lock = threading.Lock()  # of pairs: backward passes of a call may be concurrent
         self._pairs: list[_Pair] = []
@@ -174,13 +165,10 @@ class Effects:
         if backward_id() < 0:  # the caller reads a saved tensor
             self.check()
         else:
-            call_after_backward(partial(self.check, self._of_run))
+            call_after_backward(self.check)
 
-    def check(self, on: Sequence[torch.cuda.Stream] = ()) -> None:
+    def check(self) -> None:
         """Compare all that was noted, and forget it.
-
-        Args:
-            on: the streams to make current meanwhile.
 
         Raises:
             RecomputationError: a recomputation returned other values than its forward.
@@ -193,7 +181,6 @@ class Effects:
         for pair in pairs:
             groups[pair.before.device, pair.before.dtype, pair.before.numel()].append(pair)
         with WithoutFunctions(), WithoutDispatch(), torch.inference_mode(), ExitStack() as stack:
-            stack.enter_context(current_streams(on))
             for device, event in self._last.items():
                 stream: Any = self._streams and self._streams.get(device, -1)
                 # If memory runs out here, that of the samples is used again at once.

@@ -152,8 +152,10 @@ class Segments:
     def recompute(self, on_worker: bool, to_fill: Segment | None = None) -> None:
         """Recompute all segments, as ``R[i,j]``, or what ``F`` of one segment has saved."""
 
+        segments = self._alive()
+
         def compute() -> None:
-            for segment in self._alive():
+            for segment in segments:
                 if segment is to_fill:
                     segment.fill()
                     break
@@ -165,7 +167,7 @@ class Segments:
             try:
                 self._replay(compute, on_worker)
             finally:
-                for segment in self._alive():
+                for segment in segments:
                     segment.outputs = ()
 
     def recompute_missing(self) -> None:
@@ -218,13 +220,8 @@ class Segment:
     ) -> tuple[Value, Tensors]:
         """Run ``compute(value)``, and replace its graph by one node if possible (rules 1 and 5).
 
-        Args:
-            compute: computes the segment for the first time.
-            value: the input, any pytree.
-            made: the outputs of earlier segments, by id.
-
-        Returns:
-            The output, and those tensors in it that require grad.
+        ``made`` has the outputs of earlier segments, by id. Returns the output, and those tensors
+        in it that require grad.
 
         Raises:
             RuntimeError: a layer has changed an input, or put a hook on it.

@@ -46,7 +46,7 @@ def forward(stage: Stage, i: int, x: Value) -> Value:
     # Copied here; in a call tied to F[i-1,j], in a step cut off.
     is_plain, boundary = stage.skips is None and isinstance(x, Tensor), stage.boundary
     x = boundary.cross(i, x, boundary.copies.previous) if is_plain else stage.enter(i, x)
-    segments = stage.segments(i) if i < stage.recomputed else None
+    segments = stage.layers.segments(i, stage.run.first_node) if i < stage.recomputed else None
     y = (compute_seen if stage.run.trace.is_watched else compute)(stage, i, segments, x)
     y = boundary.leave(i, y, segments)  # in a call with a node for R[i,j]
     return y if stage.skips is None else stage.without_leaving_skips(i, y)

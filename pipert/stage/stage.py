@@ -29,7 +29,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from pipert._typing import Value
-from pipert.autograd.order import begin_numbers
 from pipert.batch.tensors import Carried
 from pipert.layers.batchnorm import PartitionStats
 from pipert.layers.call import Layers
@@ -37,7 +36,6 @@ from pipert.layers.parameter_copies import ParameterCopies, Weights
 from pipert.layers.place import Place
 from pipert.queues.closable import Once
 from pipert.recompute.public import begin_microbatch, end_microbatch
-from pipert.recompute.segment import Segments
 from pipert.schedules.action import BACKWARD, FORWARD, WEIGHT, Action
 from pipert.skip.namespace import Key
 from pipert.skip.routes import PartitionSkips
@@ -140,11 +138,6 @@ class Stage:
         for weight in weights:
             self._copies.copy_of(weight, self.place.j, partial(self.boundary.copy_weight, i))
         self.layers.copies = self._copies
-
-    def segments(self, i: int) -> Segments:
-        """Begin to checkpoint micro-batch ``i`` in its forward."""
-        begin_numbers(self.run.first_node)  # V2
-        return self.layers.segments(i)
 
     def enter(self, i: int, x: Value) -> Value:
         """Bring the input here, and the skips that arrive with it; find what shares memory.

@@ -41,7 +41,7 @@ class StepBoundary:
     """
 
     __slots__ = (
-        "_callers", "_first", "_place", "_seed", "copies", "gradients", "deferred",
+        "_callers", "_first", "_is_last", "_place", "_seed", "copies", "gradients", "deferred",
         "defers_weights", "step",
     )  # fmt: skip
 
@@ -57,7 +57,7 @@ class StepBoundary:
         """Whether ``B[i,j]`` leaves gradients of weights to ``W[i,j]``."""
         self.deferred: dict[int, list[DeferredGradients]] = {}
         """What ``W[i,j]`` computes, by micro-batch."""
-        self._place = place
+        self._place, self._is_last = place, place.is_last
         self._seed = run.seed
         self.copies = copies
         self._callers = run.first_node
@@ -84,9 +84,9 @@ class StepBoundary:
         if ys:
             graph = self.step.ledger.graphs[i, self._place.j]
             graph.segments = segments
-            if self._place.is_last:
+            if self._is_last:
                 graph.loss = ys[0]
-        if self._place.is_last:
+        if self._is_last:
             return Carried((), ()) if isinstance(y, Carried) else ()
         if not isinstance(y, Tensor):
             _refuse_hidden_graph(y)

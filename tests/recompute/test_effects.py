@@ -311,7 +311,7 @@ def test_what_rounding_leaves_of_zero_may_be_another_number() -> None:
 
 
 @pytest.mark.cuda
-def test_samples_of_a_call_are_compared_on_the_stream_that_made_them(
+def test_samples_of_a_call_are_compared_on_a_stream_that_waits_for_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """If no gradient arrives on a GPU, autograd may call back with default streams."""
@@ -340,4 +340,4 @@ def test_samples_of_a_call_are_compared_on_the_stream_that_made_them(
         torch.cuda.stream(own),
     ):  # fmt: skip
         pipe(torch.randn(4, 3)).sum().backward()
-    assert found == [own]
+    assert found and own not in found
