@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipert.batch.tensors import tensors_of
 from pipert.skip import skippable, stash
 from tests.contract.ways import Way, assert_equal, each_way, same
 from tests.layers import Apply
@@ -88,34 +87,6 @@ def test_an_output_without_grad_is_that_of_the_plain_model_with(
     model, x = nn.Sequential(stashed(put), linear(), taken(take)), batch()
     with mode(), pipe_of(model, [1, 1, 1], chunks=2) as pipe:
         same(pipe(x), model(x))
-
-
-@pytest.mark.pairwise
-@values
-@modes
-@pytest.mark.parametrize("requires_grad", [True, False])
-def test_a_popped_skip_requires_grad_as_in_the_plain_model(
-    put: Callable[[Tensor], Any],
-    take: Callable[[Tensor, Any], Tensor],
-    checkpoint: str,
-    requires_grad: bool,
-) -> None:
-    seen: list[list[bool]] = []
-
-    def look(x: Tensor, skip: Any) -> Tensor:
-        seen.append([tensor.requires_grad for tensor in tensors_of(skip)[0]])
-        return take(x, skip)
-
-    model = nn.Sequential(stashed(put), linear(), taken(look))
-    model.requires_grad_(requires_grad)
-    model(batch(1))
-    (expected,) = seen
-    with pipe_of(model, [1, 1, 1], chunks=2, checkpoint=checkpoint) as pipe:
-        output = pipe(batch(2))
-        assert output.requires_grad == requires_grad
-        if requires_grad:
-            output.sum().backward()  # also in recomputations
-    assert seen == len(seen) * [expected]
 
 
 @each_way
