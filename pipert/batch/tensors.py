@@ -8,16 +8,14 @@ changes it in place changes both, as in the plain module.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pipert._torch import pytree
 from pipert._typing import Tensors, Value
-from pipert.batch.trees import flatten, take_apart
+from pipert.batch.trees import take_apart, unflatten
 
 
 def select(
@@ -27,9 +25,7 @@ def select(
     if isinstance(value, Tensor):
         return ((value,), _only) if wanted(value) else ((), lambda _: value)
     leaves: list[Any] = []
-    if (unflatten := take_apart(value, leaves)) is None:
-        leaves, spec = flatten(value)
-        unflatten = partial(pytree.tree_unflatten, treespec=spec)
+    structure = take_apart(value, leaves)
     places = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and wanted(leaf)]
     selected = tuple([leaves[k] for k in places])
     numbers: Sequence[int] | None = None  # for each place, the index of its tensor in ``selected``
@@ -43,7 +39,7 @@ def select(
         filled = list(leaves)
         for k, tensor in zip(places, each, strict=True):
             filled[k] = tensor
-        return unflatten(iter(filled))
+        return unflatten(structure, iter(filled))
 
     return selected, rebuild
 
