@@ -136,11 +136,8 @@ class RankPartition:
         return batch.step.compute_loss(i, place, batch.seed, y, target).reshape(())
 
     def compute(self, i: int, x: Value, shared: Sequence[Shared]) -> Value:
-        """Compute a micro-batch from what has arrived, or is its input; return what leaves.
-
-        Skips of other partitions pass the layers.
-        """
-        passing: dict[Any, Any] = {}
+        """Compute a micro-batch from what has arrived, or is its input; return what leaves."""
+        passing: dict[Any, Any] = {}  # skips of other partitions, beside the layers
         if isinstance(x, Carried):
             x, passing = x
         pairs = zip([*passing, None], shared, strict=False)
