@@ -6,7 +6,7 @@ The package has no switches for these parts. A step computes the same with and w
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -19,7 +19,7 @@ from pipert import Pipe
 from pipert.autograd import order
 from pipert.autograd.streams import CopyStreams, compute_stream
 from pipert.skip.namespace import Key
-from pipert.skip.routes import PartitionSkips, routes
+from pipert.skip.routes import keys_of
 from pipert.stage import call_boundary
 from pipert.stage.assembly import Layered
 
@@ -97,24 +97,11 @@ class ComputeStreams(CopyStreams):
         return compute_stream(device)
 
 
-def through_all_between(partitions: Sequence[nn.Sequential]) -> tuple[PartitionSkips, ...]:
+def through_all_between(partitions: Sequence[nn.Sequential]) -> tuple[tuple[Key, ...], ...]:
     """Routes each skip through all partitions between its source and its last pop."""
-    direct = routes(partitions)
-    source: dict[Key, int] = {}
-    pops: dict[Key, dict[int, int]] = {}
-    for j, skips in enumerate(direct):
-        arriving = {key for key, _ in skips.arriving}
-        for key, count in skips.pops.items():
-            pops.setdefault(key, {})[j] = count
-            if key not in arriving:
-                source[key] = j
-    return tuple([_of_partition(j, source, pops) for j in range(len(partitions))])
-
-
-def _of_partition(
-    j: int, source: Mapping[Key, int], pops: Mapping[Key, Mapping[int, int]]
-) -> PartitionSkips:
-    counts = {key: by.get(j, 0) for key, by in pops.items() if source[key] <= j <= max(by)}
-    arriving = [(key, j - 1) for key in counts if source[key] != j]
-    leaving = [(key, j + 1) for key in counts if j != max(pops[key])]
-    return PartitionSkips(tuple(arriving), tuple(leaving), counts)
+    found = []
+    for j in range(len(partitions)):
+        before = keys_of(nn.Sequential(*partitions[: j + 1]))
+        after = {key for later in partitions[j:] for key in keys_of(later)}
+        found.append(tuple([key for key in before if key in after]))
+    return tuple(found)

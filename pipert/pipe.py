@@ -22,7 +22,7 @@ from pipert.model.split import (
 )
 from pipert.pipes.base import PipeBase
 from pipert.schedules.plan import Schedule
-from pipert.skip.routes import routes, verify_skippables
+from pipert.skip.routes import keys_of, verify_skippables
 from pipert.stage.assembly import Layered
 
 __all__ = ["Pipe"]
@@ -107,7 +107,7 @@ class Pipe(PipeBase):
         self._start()
 
     def _model(self) -> Layered:
-        return Layered(self._partitions, routes(self._partitions))
+        return Layered(self._partitions, tuple(map(keys_of, self._partitions)))
 
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(value, nn.Module):

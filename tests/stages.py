@@ -20,7 +20,7 @@ from pipert.observe.recording import Recording
 from pipert.observe.run_trace import Trace
 from pipert.schedules.action import Action
 from pipert.schedules.plan import plan_call
-from pipert.skip.routes import routes
+from pipert.skip.routes import keys_of
 from pipert.stage.assembly import Layered as Model
 from pipert.stage.assembly import assemble
 from pipert.stage.run import Run
@@ -72,7 +72,8 @@ class Driven:
         self.run = Run(self.plan, devices or n * [CPU], context, copy_streams, run_trace, seed)
         self.outcome = self.run.outcome
         layers = tuple([nn.Sequential(*partition) for partition in partitions])
-        self.stages = assemble(self.run, Model(layers, routes(layers)), inputs, None, None)
+        model = Model(layers, tuple(map(keys_of, layers)))
+        self.stages = assemble(self.run, model, inputs, None, None)
 
     def task(self, action: Action | str) -> Task:
         action = Action.parse(action) if isinstance(action, str) else action

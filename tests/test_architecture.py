@@ -157,7 +157,7 @@ PRIVATE_BUT_STABLE = {"_modules", "_parameters", "_buffers", "_version"}
 OF_OTHERS = {
     "_hf_hook",  # of accelerate
     "_loss_shifts_labels", "_prepare_inputs",  # of transformers.Trainer, for its subclasses
-    "_replace",  # of named tuples: public
+    "_fields", "_replace",  # of named tuples: public
 }
 
 

@@ -25,7 +25,6 @@ from pipert.layers.batchnorm import DeferredStats
 from pipert.layers.intercepted import calls_of, forget_devices, intercept, is_unseen, release
 from pipert.model.cuts import lookup
 from pipert.schedules.action import FORWARD
-from pipert.skip.routes import routes
 from pipert.stage.actions import ACTIONS, Actions
 from pipert.stage.assembly import Layered, assemble
 from pipert.stage.loss import StepFunction
@@ -53,7 +52,7 @@ class AnyModel:
         self.threads = MicroBatchThreads()
         self.layers = ModelLayers(module, partitions, cuts)
         self._begun = {name: p._modules[name] for name, p in zip(cuts, partitions[1:], strict=True)}
-        self._model = Layered(self.partitions, routes(self.partitions), keeps_forward=True)
+        self._model = Layered(self.partitions, ((),) * len(partitions), keeps_forward=True)
         self._shared = SharedState([module])
         self._intercepted = [*self.layers.encoders, *self.layers]
         intercept(self._intercepted)

@@ -44,7 +44,7 @@ from pipert.balance.measure import (
     without,
 )
 from pipert.batch.microbatch import Arguments, explain_example, scatter
-from pipert.batch.tensors import Carried, differentiable, tensors_of
+from pipert.batch.tensors import differentiable, tensors_of
 from pipert.layers.modules import check_initialised
 from pipert.model.calls import (
     Gathering,
@@ -57,10 +57,8 @@ from pipert.model.calls import (
 from pipert.model.devices import default_devices, parse_devices, where_tensors_are
 from pipert.model.settings import check_chunks
 from pipert.model.split import check_module
-from pipert.skip.namespace import Key
-from pipert.skip.routes import PartitionSkips, routes, verify_skippables
-
-_NO_SKIPS = PartitionSkips((), (), {})
+from pipert.skip.routes import keys_of, verify_skippables
+from pipert.skip.store import Carried, Skips
 
 
 class _Round:
@@ -69,13 +67,11 @@ class _Round:
     def __init__(self, device: torch.device, measure: Measure) -> None:
         self.device, self.storages, self._measure = device, Storages(), measure
 
-    def call(
-        self, name: str, layer: nn.Module, inputs: Carried, skips: PartitionSkips = _NO_SKIPS
-    ) -> tuple[Cost, Carried]:
+    def call(self, name: str, layer: nn.Module, inputs: Carried) -> tuple[Cost, Carried]:
         """Return what was measured, and a detached copy of the output."""
         try:
             copied = copy_of(layer, self.device)
-            one = Call(layer, copied, self.device, inputs, skips, self.storages)
+            one = Call(layer, copied, self.device, inputs, self.storages)
             found, output = self._measure(one)
         except Exception as error:
             error.add_note(f"while layer {name!r} ({type(layer).__qualname__}) was measured")
@@ -104,19 +100,19 @@ def measure_layers(
     verify_skippables(module)
     where = measuring_device(device, module)
     named = [(name, layer) for name, layer in module._modules.items() if layer is not None]
-    one_layer_each = routes([nn.Sequential(layer) for _, layer in named])
-    current, stashed, costs = _Round(where, measure), dict[Key, Value](), list[Cost]()
+    current, stashed, costs = _Round(where, measure), Skips(), list[Cost]()
     with _unchanged(module, where) as keeping, keeping.paused():
         value = current.storages.copied(settled(value, where))
-        for (name, layer), skips in zip(named, one_layer_each, strict=True):
-            popped = tuple([stashed[key] for key, _ in skips.arriving])
+        for name, layer in named:
+            keys = keys_of(nn.Sequential(layer))
+            popped = {key: stashed.pop(key) for key in keys if key in stashed}
             inputs = Carried(as_arguments(value), popped)
-            cost, (value, left) = current.call(name, layer, inputs, skips)
+            cost, (value, left) = current.call(name, layer, inputs)
             # A skip crosses a cut by itself, also where the next layer gets the same tensor.
             tensors, rebuild = tensors_of(left)
             left = rebuild(tuple([tensor.clone() for tensor in tensors]))
             costs.append(cost._replace(outputs=current.storages.sizes((value, left))))
-            stashed.update(zip([key for key, _ in skips.leaving], left, strict=True))
+            stashed.update(left)
     return costs
 
 
@@ -239,7 +235,7 @@ class _Calls:
         self._upstream.setdefault(name, upstream)
         # Without the hooks of a checkpoint around layers.
         with self.gathering.paused(), self.keeping.paused(), without_hooks():
-            cost, output = self._round.call(name, module, Carried(arguments, ()))
+            cost, output = self._round.call(name, module, Carried(arguments, {}))
         self._found[self._block].append(cost)
         self.note(output, upstream | {name})
         if not differentiable(output)[0]:

@@ -29,10 +29,9 @@ from pipert.autograd.engine import differentiate
 from pipert.autograd.leaves import leaves_behind
 from pipert.autograd.order import edge_of
 from pipert.autograd.weight_gradients import Deferral, compute_deferred
-from pipert.batch.tensors import Carried, differentiable, tensors_of
+from pipert.batch.tensors import differentiable, tensors_of
 from pipert.model.calls import settled
-from pipert.skip.routes import PartitionSkips
-from pipert.skip.store import of_task
+from pipert.skip.store import Carried, Store, of_task, parts_of
 
 A = TypeVar("A")
 T = TypeVar("T")
@@ -157,8 +156,6 @@ class Call(NamedTuple):
     device: torch.device
     inputs: Carried
     """Its :class:`Arguments`, and the values of the skips that it pops."""
-    skips: PartitionSkips
-    """The skips that it stashes and pops."""
     storages: Storages
 
     def fresh_inputs(self) -> tuple[Carried, Carried]:
@@ -171,11 +168,10 @@ class Call(NamedTuple):
         return contextvars.copy_context().run(self._forward, inputs)
 
     def _forward(self, inputs: Carried) -> Carried:
-        store = self.skips.store(self.skips.entries(inputs.skips))
-        of_task.set(store)
+        of_task.set(store := Store(inputs.skips))
         args, kwargs = inputs.value
         output = self.layer(*args, **kwargs)
-        return Carried(output, tuple([store.send(key) for key, _ in self.skips.leaving]))
+        return Carried(output, store.skips())
 
     @property
     def kind(self) -> tuple[Hashable, ...]:
@@ -238,7 +234,7 @@ def time_once(call: Call) -> tuple[Cost, Carried]:
     """Measure times, computing once: arguments may remember it, as a cache of keys does."""
     leaves, inputs = call.fresh_inputs()
     output, forward = _timed(call.device, partial(call.forward, inputs))
-    roots, _ = differentiable(output)
+    roots = _roots(output)
     parameters = [parameter for parameter in call.layer.parameters() if parameter.requires_grad]
     wanted = [*differentiable(leaves)[0], *parameters]
     if not roots or not wanted:
@@ -254,6 +250,11 @@ def time_warm(call: Call) -> tuple[Cost, Carried]:
     """Measure times, after a first time to warm up."""
     time_once(call)
     return time_once(call)
+
+
+def _roots(output: Carried) -> list[Tensor]:
+    """Return where a backward begins: a tensor that is stashed as well has two gradients."""
+    return [root for part in parts_of(output) for root in differentiable(part)[0]]
 
 
 def measure_sizes(call: Call) -> tuple[Cost, Carried]:
@@ -292,7 +293,7 @@ def _time_deferred(call: Call) -> Cost:
     """Measure times, also of the gradients that can be deferred, and count what these need."""
     cost, _ = time_once(call)
     leaves, inputs = call.fresh_inputs()
-    roots, _ = differentiable(call.forward(inputs))
+    roots = _roots(call.forward(inputs))
     if not roots:
         return cost
     edges = [edge_of(root) for root in roots]

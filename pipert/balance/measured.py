@@ -20,8 +20,8 @@ from pipert.balance.measure import (
     total,
     without,
 )
-from pipert.batch.tensors import Carried
 from pipert.model.split import check_module
+from pipert.skip.store import Carried
 
 __all__ = ["LayerSize", "balance_by_size", "balance_by_time", "layer_sizes", "layer_times"]
 

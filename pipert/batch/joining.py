@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipert._torch import pytree
 from pipert._typing import Value
 from pipert.batch.tensors import describe, tensors_of
 from pipert.batch.trees import (
@@ -19,7 +18,8 @@ from pipert.batch.trees import (
     held_by,
     is_whole,
     is_whole_in_rows,
-    path_of,
+    paths_of,
+    unflatten,
 )
 
 JoinNumbers = Callable[[Sequence[Tensor]], Tensor]
@@ -47,13 +47,13 @@ def gather(
     for rows in (sizes, [-1] * len(sizes)) if several else ([0] * len(outputs),):
         found = [flatten(y, partial(_is_leaf, n)) for y, n in zip(outputs, rows, strict=True)]
         spec = found[0][1]
-        others = [(i, each) for i, (_, each) in enumerate(found) if each != spec]
+        others = [i for i, (_, each) in enumerate(found) if each != spec]
         if not others:
             break
-    for i, other in others[:1]:
+    for i in others[:1]:
         raise ValueError(
             "the last layer must return the same structure for each micro-batch, but returned "
-            f"{spec} for micro-batch 0 and {other} for micro-batch {i}"
+            f"{describe(first)} for micro-batch 0 and {describe(outputs[i])} for micro-batch {i}"
         )
     columns = [list(column) for column in zip(*[leaves for leaves, _ in found], strict=True)]
     _refuse_time_first(columns, first, sizes)
@@ -63,7 +63,7 @@ def gather(
         else _join(column, outputs, k, sizes, join_numbers)
         for k, column in enumerate(columns)
     ]
-    return pytree.tree_unflatten(joined, spec)
+    return unflatten(spec, iter(joined))
 
 
 def _refuse_time_first(columns: list[list[Any]], output: Value, sizes: Sequence[int]) -> None:
@@ -189,5 +189,4 @@ def _equal(first: Any, other: Any) -> bool:
 
 def _path(output: Value, k: int) -> str:
     """Return the path to the ``k``-th leaf as a user writes it, such as ``output[0]['mask']``."""
-    path = path_of(output, k)
-    return f"leaf {k} of the output" if path is None else f"output{path}"
+    return f"output{[*paths_of(flatten(output, is_whole)[1])][k]}"

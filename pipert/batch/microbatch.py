@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pipert._torch import pytree
 from pipert._typing import Value
 from pipert.batch.trees import (
     REMEDY,
@@ -32,7 +31,8 @@ from pipert.batch.trees import (
     held_by,
     is_whole,
     is_whole_in_rows,
-    path_of,
+    paths_of,
+    unflatten,
 )
 
 __all__ = ["Replicate"]
@@ -154,7 +154,7 @@ def ready(microbatches: Iterable[Any], what: str = "microbatches") -> Iterator[A
 
 def _in_own_containers(microbatch: Any) -> Any:
     leaves, spec = flatten(microbatch, is_whole)
-    return pytree.tree_unflatten(_unwrapped(leaves), spec)
+    return unflatten(spec, _unwrapped(leaves))
 
 
 def scatter(args: tuple[Any, ...], kwargs: dict[str, Any], chunks: int) -> list[Value]:
@@ -173,12 +173,10 @@ def scatter_with_sizes(
     batch: int | None = None
     for name in ("input_ids", "labels", TARGET):
         if isinstance(kwargs.get(name), list):
-            _refuse_numbers(name, kwargs[name])
+            _refuse_lists_of_numbers(name, kwargs[name])
 
     def path(k: int) -> str:
-        found = path_of((args, kwargs), k)
-        if found is None:
-            return f"leaf {k} of the arguments"
+        found = [*paths_of(spec)][k]
         root = "args" if found.startswith("[0]") else "kwargs"
         return (root + found[3:]).replace(f"kwargs[{TARGET!r}]", "target", 1)
 
@@ -199,7 +197,7 @@ def scatter_with_sizes(
     m = max(1, min(chunks, 1 if batch is None else batch))
     if m == 1:
         if any([isinstance(leaf, Replicate) for leaf in leaves]):
-            args, kwargs = pytree.tree_unflatten(_unwrapped(leaves), spec)
+            args, kwargs = unflatten(spec, _unwrapped(leaves))
         return [as_value(args, kwargs)], [1 if batch is None else batch]  # in the caller's lists
     assert batch is not None
     sizes = [batch // m + (i < batch % m) for i in range(m)]
@@ -217,7 +215,7 @@ def scatter_with_sizes(
     if len(args) == 1 and not kwargs and args[0] is leaves[0]:
         return columns[0], sizes
     rows = zip(*columns, strict=True)
-    return [as_value(*pytree.tree_unflatten(list(row), spec)) for row in rows], sizes
+    return [as_value(*unflatten(spec, iter(row))) for row in rows], sizes
 
 
 def as_value(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Value:
@@ -225,8 +223,8 @@ def as_value(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Value:
     return args[0] if len(args) == 1 and not kwargs else Arguments(args, kwargs)
 
 
-def _unwrapped(leaves: list[Any]) -> list[Any]:
-    return [leaf.value if isinstance(leaf, Replicate) else leaf for leaf in leaves]
+def _unwrapped(leaves: list[Any]) -> Iterator[Any]:
+    return iter([leaf.value if isinstance(leaf, Replicate) else leaf for leaf in leaves])
 
 
 def _split(leaf: Any, sizes: list[int]) -> list[Any]:
@@ -250,7 +248,7 @@ def _own_versions(parts: tuple[Tensor, ...]) -> list[Tensor]:
     return [*[part.data for part in parts[:-1]], parts[-1].detach()]
 
 
-def _refuse_numbers(name: str, value: Any) -> None:
+def _refuse_lists_of_numbers(name: str, value: Any) -> None:
     """Refuse numbers in lists, as a tokenizer returns them: rows are those of tensors."""
     inner = value
     while isinstance(inner, list) and inner:

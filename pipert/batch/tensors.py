@@ -2,30 +2,20 @@
 
 A tensor that occurs twice in a value counts once. Whatever is done to the tensors of a value, such
 as copying them to another device, the result again has one tensor in both places, so a layer that
-changes it in place changes both, as in the plain module. Each skip is a value of its own.
+changes it in place changes both, as in the plain module.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
-from itertools import islice
 from operator import attrgetter, itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pipert._torch import pytree
 from pipert._typing import Tensors, Value
-from pipert.batch.trees import flatten, take_apart
-
-
-class Carried(NamedTuple):
-    """A partition's input or output: a value, and the skips that accompany it."""
-
-    value: Value
-    skips: tuple[Value, ...]
+from pipert.batch.trees import take_apart, unflatten
 
 
 def select(
@@ -34,12 +24,8 @@ def select(
     """Return the ``wanted`` tensors of ``value``, and a function that rebuilds it with others."""
     if isinstance(value, Tensor):
         return ((value,), _only) if wanted(value) else ((), lambda _: value)
-    if isinstance(value, Carried):
-        return _select_each(value, wanted)
     leaves: list[Any] = []
-    if (unflatten := take_apart(value, leaves)) is None:
-        leaves, spec = flatten(value)
-        unflatten = partial(pytree.tree_unflatten, treespec=spec)
+    structure = take_apart(value, leaves)
     places = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and wanted(leaf)]
     selected = tuple([leaves[k] for k in places])
     numbers: Sequence[int] | None = None  # for each place, the index of its tensor in ``selected``
@@ -53,7 +39,7 @@ def select(
         filled = list(leaves)
         for k, tensor in zip(places, each, strict=True):
             filled[k] = tensor
-        return unflatten(iter(filled))
+        return unflatten(structure, iter(filled))
 
     return selected, rebuild
 
@@ -62,20 +48,6 @@ def _without_duplicates(tensors: Tensors) -> tuple[Sequence[int], Tensors]:
     distinct = {id(tensor): tensor for tensor in tensors}
     order = {key: number for number, key in enumerate(distinct)}
     return [order[id(tensor)] for tensor in tensors], tuple(distinct.values())
-
-
-def _select_each(
-    carried: Carried, wanted: Callable[[Tensor], object]
-) -> tuple[Tensors, Callable[[Tensors], Value]]:
-    parts = [select(part, wanted) for part in (carried.value, *carried.skips)]
-    each = [(len(tensors), rebuild) for tensors, rebuild in parts]
-
-    def rebuild(tensors: Tensors) -> Value:
-        left = iter(tensors)
-        value, *skips = [rebuild_part(tuple(islice(left, n))) for n, rebuild_part in each]
-        return Carried(value, tuple(skips))
-
-    return tuple([tensor for tensors, _ in parts for tensor in tensors]), rebuild
 
 
 def differentiable(value: Value) -> tuple[Tensors, Callable[[Tensors], Value]]:

@@ -1,17 +1,15 @@
 """Flattens values: any pytree, including mappings that torch takes for leaves.
 
-torch recognises containers by their exact type. So it takes a ``UserDict``, such as the batches
-that tokenizers return, a ``MappingProxyType`` or an instance of a subclass of ``dict`` for a leaf.
-Here each of them is a node, and is rebuilt by calling its type with a dict. These types are not
-added to torch's registry, which other code also uses: instead, a mapping is replaced by a node of
-pipert's own type before it is flattened.
+torch's own functions recognise containers by their exact type, and take ten times as long. So they
+take a ``UserDict``, such as the batches that tokenizers return, a ``MappingProxyType`` or an
+instance of a subclass of ``dict`` for a leaf. Here each of them is a node, and is rebuilt by
+calling its type with a dict. Other types are those of torch's registry.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections import UserDict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from types import (
     BuiltinFunctionType,
     CellType,
@@ -20,7 +18,7 @@ from types import (
     MethodType,
     ModuleType,
 )
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,9 +26,6 @@ from torch.nn.utils.rnn import PackedSequence
 
 from pipert._torch import pytree
 from pipert._typing import Value
-from pipert.errors import UnsupportedTorchError
-
-Leaves = tuple[list[Any], pytree.TreeSpec]
 
 ORDINARY = frozenset(
     {
@@ -58,57 +53,87 @@ REMEDY = (
 _MAPPINGS = (dict, UserDict, MappingProxyType)
 
 
-def _is_size(value: Any) -> bool:
-    return type(value) is torch.Size  # as a node it would be rebuilt as a tuple
+class Node(NamedTuple):
+    """A container without its items. Those of values of one structure are equal."""
+
+    kind: Any
+    context: Any
+    """A mapping's keys, or what torch's registry wants to rebuild it."""
+    items: tuple[Node | None, ...]
+    """``None`` stands for a leaf."""
 
 
-def flatten(value: Value, is_leaf: Callable[[Any], bool] = _is_size) -> Leaves:
-    """Return the leaves of ``value``, and the spec for ``pytree.tree_unflatten``.
+def flatten(
+    value: Value, is_leaf: Callable[[Any], bool] | None = None
+) -> tuple[list[Any], Node | None]:
+    """Return the leaves of ``value``, and the structure for :func:`unflatten`.
 
     Containers for which ``is_leaf`` is true are leaves as well.
     """
-    leaves, spec = pytree.tree_flatten(value, is_leaf)
-    if any([isinstance(leaf, _MAPPINGS) for leaf in leaves]):
-        return pytree.tree_flatten(_opened(value, is_leaf), is_leaf)
-    return leaves, spec
+    leaves: list[Any] = []
+    return leaves, take_apart(value, leaves, is_leaf)
 
 
-Rebuild = Callable[[Iterator[Any]], Any]
-"""Makes a container from the next leaves."""
-
-
-def take_apart(value: Any, leaves: list[Any]) -> Rebuild | None:
-    """Add what is in nested tuples, lists and dicts to ``leaves``; return how to rebuild them.
-
-    ``None`` if there is anything else than these, named tuples and ordinary leaves, which a pytree
-    may have. A pytree takes ten times as long.
-    """
-    kind, items, within = type(value), value, list[Rebuild | None]()
-    keys: tuple[Any, ...] = ()
-    if kind is dict:
-        keys, items = tuple(value), value.values()
-    elif kind is not tuple and kind is not list and not _is_named_tuple(kind):
+def take_apart(
+    value: Any, leaves: list[Any], is_leaf: Callable[[Any], bool] | None = None
+) -> Node | None:
+    """Add the leaves of ``value`` to ``leaves``; return its structure, as :func:`flatten` does."""
+    kind, items, context = type(value), value, None
+    if kind in ORDINARY or is_leaf is not None and is_leaf(value):
+        leaves.append(value)
         return None
+    if kind is dict:
+        context, items = tuple(value), value.values()
+    elif kind in pytree.SUPPORTED_NODES:
+        if kind is not tuple and kind is not list:
+            items, context = pytree.SUPPORTED_NODES[kind].flatten_fn(value)
+    elif isinstance(value, _MAPPINGS):
+        context, items = tuple(value), value.values()
+    elif not _is_named_tuple(kind):
+        leaves.append(value)
+        return None
+    nodes = list[Node | None]()
     for item in items:
-        part = None
         if type(item) in ORDINARY:
             leaves.append(item)
-        elif (part := take_apart(item, leaves)) is None:
-            return None
-        within.append(part)
+            nodes.append(None)
+        else:
+            nodes.append(take_apart(item, leaves, is_leaf))
+    return Node(kind, context, tuple(nodes))
 
-    def rebuild(left: Iterator[Any]) -> Any:
-        items = [next(left) if part is None else part(left) for part in within]
-        if kind is dict:
-            return dict(zip(keys, items, strict=True))
-        return kind(items) if kind is tuple or kind is list else kind._make(items)
 
-    return rebuild
+def unflatten(node: Node | None, leaves: Iterator[Any]) -> Any:
+    """Return a value of this structure with the next of the ``leaves``."""
+    if node is None:
+        return next(leaves)
+    kind, context, nodes = node
+    items = [next(leaves) if item is None else unflatten(item, leaves) for item in nodes]
+    if kind is tuple or kind is list:
+        return kind(items)
+    if kind is dict:
+        return dict(zip(context, items, strict=True))
+    if kind in pytree.SUPPORTED_NODES:
+        return pytree.SUPPORTED_NODES[kind].unflatten_fn(items, context)
+    return kind._make(items) if context is None else kind(dict(zip(context, items, strict=True)))
 
 
 def _is_named_tuple(kind: Any) -> bool:
-    is_direct = kind.__bases__ == (tuple,) and hasattr(kind, "_fields")
-    return is_direct and kind not in pytree.SUPPORTED_NODES
+    return issubclass(kind, tuple) and hasattr(kind, "_fields")
+
+
+def paths_of(node: Node | None) -> Iterator[str]:
+    """Yield the path to each leaf as a user writes it, such as ``[0]['x']``."""
+    if node is None:
+        yield ""
+        return
+    kind, context, items = node
+    keys = context if isinstance(context, tuple) or type(context) is list else ()
+    for k, item in enumerate(items):
+        step = f"[{keys[k] if len(keys) == len(items) else k!r}]"
+        if _is_named_tuple(kind):
+            step = f".{kind._fields[k]}"
+        for rest in paths_of(item):
+            yield step + rest
 
 
 def is_whole(value: Any) -> bool:
@@ -119,10 +144,10 @@ def is_whole(value: Any) -> bool:
 def is_whole_in_rows(value: Any) -> bool:
     """Return :func:`is_whole`; refuse a container that keeps its batch size with fewer rows."""
     if type(value) not in ORDINARY and isinstance(getattr(value, "batch_size", 0), torch.Size):
-        leaves, spec = pytree.tree_flatten(value)
+        leaves, structure = flatten(value)
         rows = [leaf[:0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 0]
         if len(rows) == len(leaves) and (
-            pytree.tree_unflatten(rows, spec).batch_size == value.batch_size
+            unflatten(structure, iter(rows)).batch_size == value.batch_size
         ):
             raise TypeError(
                 f"a {type(value).__qualname__} keeps its batch_size when its rows are split or "
@@ -130,18 +155,6 @@ def is_whole_in_rows(value: Any) -> bool:
                 "ready"
             )
     return is_whole(value)
-
-
-def path_of(value: Value, k: int) -> str | None:
-    """Return the path to the ``k``-th leaf of ``flatten(value, is_whole)``, such as ``[0]['x']``.
-
-    ``None`` if a type above it is registered without names.
-    """
-    try:
-        opened = _opened(value, is_whole)
-        return pytree.keystr(pytree.tree_flatten_with_path(opened, is_whole)[0][k][0])
-    except ValueError:
-        return None
 
 
 def has_rows(value: Any) -> bool:
@@ -183,37 +196,4 @@ def held_by(value: Any, closed: tuple[type, ...] = CLOSED) -> Iterator[Any]:
 
 def is_opaque(value: Any) -> bool:
     """Return whether ``value`` is a leaf, and no container of leaves."""
-    return pytree.tree_is_leaf(value) and not isinstance(value, _MAPPINGS)
-
-
-class _Mapping(dict[Any, Any]):
-    """A mapping that torch takes for a leaf, as a node."""
-
-    def __init__(self, mapping: Any, is_leaf: Callable[[Any], bool]) -> None:
-        super().__init__({key: _opened(value, is_leaf) for key, value in mapping.items()})
-        self.context = type(mapping), tuple(self)
-
-
-def _opened(value: Value, is_leaf: Callable[[Any], bool]) -> Value:
-    """Return ``value`` with each mapping that torch takes for a leaf replaced by a node."""
-
-    def opened(leaf: Any) -> Any:
-        return _Mapping(leaf, is_leaf) if isinstance(leaf, _MAPPINGS) else leaf
-
-    return pytree.tree_map(opened, value, is_leaf=is_leaf)
-
-
-def _rebuilt(values: Iterable[Any], context: tuple[type[Any], tuple[Any, ...]]) -> Any:
-    kind, keys = context
-    return kind(dict(zip(keys, values, strict=True)))
-
-
-with contextlib.suppress(UnsupportedTorchError):  # raised again when a pipe is made
-    pytree.register_pytree_node(
-        _Mapping,
-        lambda node: (list(node.values()), node.context),
-        _rebuilt,
-        flatten_with_keys_fn=lambda node: (
-            [(pytree.MappingKey(key), value) for key, value in node.items()], node.context
-        ),
-    )  # fmt: skip
+    return flatten(value, lambda part: part is not value)[1] is None

@@ -37,6 +37,7 @@ from pipert._typing import Device, Tensors, Value
 from pipert.batch.tensors import tensors_of
 from pipert.errors import PipertError
 from pipert.schedules.action import FORWARD, Action
+from pipert.skip.store import parts_of
 from pipert.stage.shared_memory import find_shared
 
 __all__ = ["RankError"]
@@ -275,7 +276,7 @@ def pack(value: Value) -> Parcel:
     metas = tuple([torch.empty_like(t, device="meta", requires_grad=t.requires_grad)
                    for t in tensors])  # fmt: skip
     structure = pickle.dumps(rebuild(metas))
-    header = pickle.dumps((metas, structure, find_shared(value)))
+    header = pickle.dumps((metas, structure, [*map(find_shared, parts_of(value))]))
     return Parcel(header, list(map(_dense_like, tensors, metas)))
 
 

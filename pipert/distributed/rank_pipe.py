@@ -31,7 +31,7 @@ from pipert.layers.place import last_layer
 from pipert.model.settings import check_checkpoint, check_chunks
 from pipert.model.split import check_balance, check_module, require_balance, sequential, split
 from pipert.observe.event import Observer
-from pipert.skip.routes import routes_along, verify_skippables
+from pipert.skip.routes import keys_of, verify_skippables
 from pipert.stage.loss import LossFunction, own_loss
 from pipert.stage.loss_checks import StepCall
 from pipert.status import Statistics
@@ -332,7 +332,8 @@ def parts_of(
     own = [(j, part) for j, part in enumerate(partitions) if placement[j] == me]
     modules = {j: _placed(part, device) for j, part in own}
     before = ["", *map(last_layer, partitions)]
-    skips = routes_along(partitions)
+    numbers = {key: number for number, key in enumerate(keys_of(module))}
+    skips = [{numbers[key]: key for key in keys_of(part)} for part in partitions]
     return RankParts(None, placement, modules, skips, before, shared, layout_of(module))
 
 

@@ -30,7 +30,7 @@ from pipert.distributed.replay_model import ReplayModel, cuts_of
 from pipert.layers.batchnorm import check_batch_norm
 from pipert.layers.intercepted import intercept, release
 from pipert.pipes.base import PipeBase
-from pipert.skip.routes import PartitionSkips, declarations
+from pipert.skip.routes import declarations
 
 __all__ = ["ModulePipe", "pipeline"]
 
@@ -183,8 +183,7 @@ class ModulePipe(RankPipe):
             cuts.layers, replayed.layers, replayed.uses, own, model.training, StageModule
         )
         n, shared = cuts.n, shared_of(replayed.uses, placement, ranks)
-        skips = [PartitionSkips((), (), {})] * n
-        parts = RankParts(replayed, placement, modules, skips, [""] * n, shared, self._layout)
+        parts = RankParts(replayed, placement, modules, [{}] * n, [""] * n, shared, self._layout)
         self.__dict__["module"] = model
         tree = own_tree(model, here, called, others)
         self._parameters, self._buffers, self._modules = (

@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -39,7 +39,7 @@ from pipert.layers.random_numbers import RunSeed, draws
 from pipert.observe.run_trace import Trace
 from pipert.schedules.plan import plan, plan_call, recomputed
 from pipert.skip import store
-from pipert.skip.routes import PartitionSkips
+from pipert.skip.namespace import Key
 from pipert.stage.loss_checks import LossChecks, StepCall
 from pipert.stage.step import Step
 from pipert.stage.step_boundary import leaf_inputs
@@ -58,7 +58,8 @@ class RankParts(NamedTuple):
     """For each partition, the index of its rank within the pipeline."""
     modules: dict[int, StageModule]
     """This rank's partitions, by number."""
-    skips: Sequence[PartitionSkips]
+    skips: Sequence[Mapping[int, Key]]
+    """For each partition, the skips that it stashes and pops, by numbers that ranks agree on."""
     before: Sequence[str]
     """For each partition, the description of the layer before it, for errors."""
     shared: SharedParameters
@@ -159,7 +160,7 @@ class RankRuntime:
         for k, (j, module) in enumerate(self.parts.modules.items()):
             place = Place(j, n, batch.m, self.site.device, self.parts.before[j])
             skips = self.parts.skips[j]
-            about = module, place, batch.context, skips, batch.trace, batch.effects
+            about = module, place, batch.context, bool(skips), batch.trace, batch.effects
             draws_loss = place.is_last and batch.step is not None and batch.step.loss.draws
             layers: Any = Layers(*about)
             if draws_loss or draws(module):
@@ -167,7 +168,7 @@ class RankRuntime:
             if self.parts.replayed is not None:
                 layers = ReplayLayers(self.parts.replayed, place, layers, batch)
             own_stats = None if stats is None else stats.partitions[k]
-            yield RankPartition(batch, place, layers, own_stats, bool(skips))
+            yield RankPartition(batch, place, layers, own_stats, skips)
 
     def _prepared(
         self, name: str, batch: RankBatch, stats: DeferredStats | None, is_step: bool

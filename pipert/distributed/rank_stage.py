@@ -11,7 +11,7 @@ that never comes. When all ranks have finished the schedule, all raise.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -27,7 +27,7 @@ from pipert.autograd.engine import differentiate
 from pipert.autograd.leaves import leaves_behind
 from pipert.autograd.order import ENTRANCE, edge_of, join
 from pipert.autograd.weight_gradients import Deferral, DeferredGradients, compute_deferred
-from pipert.batch.tensors import Carried, differentiable, tensors_of
+from pipert.batch.tensors import differentiable, tensors_of
 from pipert.distributed.rank_messages import FAILED, Arrived, Parcel, Site, pack, transfers
 from pipert.layers.batchnorm import PartitionStats
 from pipert.layers.place import Place
@@ -36,6 +36,8 @@ from pipert.observe.run_trace import RunTrace
 from pipert.recompute.effects import Effects
 from pipert.recompute.public import microbatch
 from pipert.schedules.action import BACKWARD, FORWARD, Action
+from pipert.skip.namespace import Key
+from pipert.skip.store import Carried
 from pipert.stage.actions import compute
 from pipert.stage.shared_memory import Shared
 from pipert.stage.step import Step, detached
@@ -116,9 +118,9 @@ class RankPartition:
     place: Place
     layers: Any
     stats: PartitionStats | None
-    is_carrying: bool
-    """Whether skips accompany its values."""
-    shared: Shared = field(default_factory=dict)
+    keys: Mapping[int, Key]
+    """The skips that it stashes and pops, by numbers, as each rank makes its own namespaces."""
+    shared: list[Shared] = field(default_factory=list)
 
     @property
     def loss(self) -> Callable[[int, Value], Tensor] | None:
@@ -127,20 +129,26 @@ class RankPartition:
 
     def _finish(self, i: int, y: Value) -> Tensor:
         batch, place = self.batch, self.place
-        y = y.value if isinstance(y, Carried) else y
         if batch.step is None:
             batch.outputs[i] = detached(y)
             return torch.zeros((), device=place.device)
         target = moved(batch.step.loss.targets[i], place.device)
         return batch.step.compute_loss(i, place, batch.seed, y, target).reshape(())
 
-    def compute(self, i: int, x: Value, shared: Shared) -> Value:
+    def compute(self, i: int, x: Value, shared: Sequence[Shared]) -> Value:
         """Compute a micro-batch from what has arrived, or is its input; return what leaves."""
-        self.shared = shared
-        if isinstance(x, Carried) != self.is_carrying:  # skips begin here, or ended before
-            x = Carried(x, ()) if self.is_carrying else x.value
+        passing: dict[Any, Any] = {}  # skips of other partitions, beside the layers
+        if isinstance(x, Carried):
+            x, passing = x
+        pairs = zip([*passing, None], shared, strict=False)
+        self.shared = [each for k, each in pairs if k is None or k in self.keys]
+        skips = {self.keys[k]: passing.pop(k) for k in [*passing] if k in self.keys}
         segments = self.layers.segments(i) if i < self.batch.recomputed else None
-        return compute(self, i, segments, x)
+        y = compute(self, i, segments, Carried(x, skips) if self.keys else x)
+        if isinstance(y, Carried):
+            y, left = y
+            passing.update({k: left[key] for k, key in self.keys.items() if key in left})
+        return Carried(y, passing) if passing else y
 
 
 @dataclass(slots=True, eq=False)
@@ -252,7 +260,7 @@ class RankStage(PipelineStage):
     def _compute(self, i: int, tensors: Tensors) -> Tensors:
         arrived = self._kept[i].arrived
         if arrived is None:
-            y = self._partition.compute(i, moved(self._batch.inputs[i], self.device), {})
+            y = self._partition.compute(i, moved(self._batch.inputs[i], self.device), [])
         else:
             y = self._partition.compute(i, _entered(arrived.rebuild(tensors)), arrived.shared)
         ys, rebuild = tensors_of(y)

@@ -184,7 +184,7 @@ class ReplayModel:
             return self.records.get(kind)
         recording, draws = self._recording(x, i, seed)
         if self.reads_values:
-            return None
+            return None  # type: ignore[unreachable]  # the recording has found that it does
         record = recording.record()
         if not draws:  # else its choices may be others next time
             if len(self.records) == RECORDS:

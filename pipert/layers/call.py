@@ -17,7 +17,7 @@ from torch import nn
 from pipert._typing import Value
 from pipert.autograd.order import begin_numbers
 from pipert.batch.microbatch import Arguments
-from pipert.batch.tensors import Carried, describe
+from pipert.batch.tensors import describe
 from pipert.errors import add_note
 from pipert.layers.compiling import call_compiled, is_compiled
 from pipert.layers.parameter_copies import ParameterCopies
@@ -29,8 +29,7 @@ from pipert.recompute.public import is_recomputing, microbatch, recompute_here
 from pipert.recompute.segment import Segments
 from pipert.recompute.snapshot import Snapshot
 from pipert.schedules.action import FORWARD, RECOMPUTE, Action
-from pipert.skip.routes import PartitionSkips
-from pipert.skip.store import of_task
+from pipert.skip.store import Carried, Store, of_task
 from pipert.workers.context import NOTHING, CallerContext
 
 Compute = Callable[[Value], Value]
@@ -44,7 +43,7 @@ class Layers:
         partition: the layers.
         place: where they run, for errors, random numbers and observers.
         context: the caller's.
-        skips: those that the partition stashes and pops. If there are any, values are ``Carried``.
+        has_skips: whether the partition stashes or pops any. If so, values are ``Carried``.
         trace: counts and shows recomputations.
         effects: gets what recomputations return.
     """
@@ -53,8 +52,8 @@ class Layers:
     """Whether tasks have random numbers of their own."""
 
     __slots__ = (
-        "_calls", "_context", "_effects", "_layers", "_partition", "_place", "_skips",
-        "_snapshot", "_trace", "copies",
+        "_calls", "_context", "_effects", "_layers", "_partition", "_place", "_snapshot",
+        "_trace", "copies", "has_skips",
     )  # fmt: skip
 
     def __init__(
@@ -62,7 +61,7 @@ class Layers:
         partition: nn.Sequential,
         place: Place,
         context: CallerContext,
-        skips: PartitionSkips,
+        has_skips: bool,
         trace: RunTrace,
         effects: Effects,
     ) -> None:
@@ -70,7 +69,7 @@ class Layers:
         self._layers = list(partition)
         self._place = place
         self._context = context
-        self._skips = skips if skips.pops else None
+        self.has_skips = has_skips
         self._trace = trace
         self._effects = effects
         self.copies: ParameterCopies | None = None
@@ -107,9 +106,6 @@ class Layers:
             value: the input.
             watch: calls its first argument, which computes layers, with the second.
         """
-        skips = self._skips
-        if skips is not None:
-            value = Carried(value.value, skips.entries(value.skips))
         if segments is None and watch is None:
             value = self._compute(i, 0, None, value)
         else:
@@ -125,8 +121,6 @@ class Layers:
                     rest = list(self._partition._modules.items())[stop:]
                     name = f"the input of {describe_layer(*rest[0])}" if rest else ""
                     value = segments.call(name, first, compute, drawing, value, copies=True)
-        if skips is not None:
-            value = Carried(value.value, skips.leave(value.skips))
         return value
 
     def _parts(self, exempt: set[nn.Module]) -> Iterator[tuple[int, int]]:
@@ -141,9 +135,9 @@ class Layers:
         """Compute some of the layers, one after the other."""
         buffers = self._snapshot.buffers if self._snapshot and recompute_here.get() else {}
         store = None
-        if self._skips is not None:
+        if self.has_skips:
             value, skips = value
-            store = self._skips.store(skips)
+            store = Store(skips)
             of_task.set(store)
         done = start
         try:
@@ -157,7 +151,7 @@ class Layers:
                 else:
                     value = call(value)
                 done += 1
-            return value if store is None else Carried(value, store.entries())
+            return value if store is None else Carried(value, store.skips())
         except BaseException as error:
             add_note(error, partial(self._note_of_layer, i, done, value))
             raise

@@ -29,8 +29,9 @@ from pipert.balance.measure import (
     once_for_equal,
 )
 from pipert.batch.microbatch import Arguments
-from pipert.batch.tensors import Carried, tensors_of
+from pipert.batch.tensors import tensors_of
 from pipert.model.split import check_module
+from pipert.skip.store import Carried
 
 LossFn = Callable[..., Tensor] | None
 Blocks = dict[str, Cost]

@@ -1,7 +1,7 @@
 """Stores stashed values until they are popped.
 
-Inside a pipe each task has a store of its own, which starts with the values from other partitions
-and is emptied at the end: only values that are sent on outlive the task. Elsewhere, as in a plain
+Inside a pipe each task has a store of its own. It starts with the skips that the partition pops and
+that others have stashed; what is left at its end is for later partitions. Elsewhere, as in a plain
 ``nn.Sequential``, the store belongs to the thread. A value that a failed forward left in it is
 replaced by the next stash of that name.
 
@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import enum
 import threading
-from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
+from typing import NamedTuple, TypeAlias
 
 from pipert._typing import Tensors, Value
 from pipert.batch.tensors import tensors_of, versions
@@ -24,19 +24,29 @@ from pipert.skip.namespace import Key, show
 
 
 class _Sentinel(enum.Enum):
-    ABSENT = "absent"
     NEW = "new"
 
-
-ABSENT = _Sentinel.ABSENT
-"""Stands for a skip whose stashing layer did not run, as a nested layer may not."""
 
 NEW = _Sentinel.NEW
 """Stands for the store of a task whose partition declares no skips: it is made on demand."""
 
 
-Entry = tuple[Key, int, Value]
-"""A skip, the number of pops still to come, and the value."""
+Skips: TypeAlias = dict[Key, tuple[int, Value]]
+"""Skips between two tasks: how many pops are still to come, and the value."""
+
+
+class Carried(NamedTuple):
+    """What layers of a partition with skips get, or return: a value, and the skips beside it."""
+
+    value: Value
+    skips: Skips
+
+
+def parts_of(value: Value) -> list[Value]:
+    """Return the skips beside a value, if there may be any, and the value itself."""
+    if isinstance(value, Carried):
+        return [*[skip for _, skip in value.skips.values()], value.value]
+    return [value]
 
 
 class Stashed:
@@ -45,35 +55,30 @@ class Stashed:
     Args:
         value: any pytree.
         left: the number of pops still to come.
+        origin: the partition that it comes from, on its way to another one.
         copy_inference: whether to copy the tensors of inference mode.
     """
 
-    __slots__ = ("_rebuild", "_tensors", "_versions", "left")
+    __slots__ = ("_rebuild", "_tensors", "_versions", "left", "origin")
 
-    def __init__(self, value: Value, left: int = 1, copy_inference: bool = False) -> None:
+    def __init__(
+        self, value: Value, left: int, origin: int | None = None, copy_inference: bool = False
+    ) -> None:
         self.left = left
+        self.origin = origin
         self._tensors, self._rebuild = tensors_of(value)
         if copy_inference:
             self._tensors = _inference_copied(self._tensors)
         self._versions = versions(self._tensors)
 
-    def get(self, key: Key) -> Value:
-        """Pops the value, unless it has been modified in place."""
-        self.refuse_changes(key)
-        self.left -= 1
-        return self._rebuild(_inference_copied(self._tensors) if self.left else self._tensors)
-
-    def entry(self, key: Key) -> Entry:
-        """Return the value, unless it has been modified in place, for another store."""
-        self.refuse_changes(key)
-        return key, self.left, self._rebuild(self._tensors)
-
-    def refuse_changes(self, key: Key) -> None:
+    def get(self, key: Key, copy_inference: bool = False) -> Value:
+        """Return the value, unless it has been modified in place."""
         if versions(self._tensors) != self._versions:
             raise RuntimeError(
                 f"the skip {show(key)} was modified in place after it was stashed; stash a clone of"
                 " it, or let the layer that modifies it work on a copy (inplace=False)"
             )
+        return self._rebuild(_inference_copied(self._tensors) if copy_inference else self._tensors)
 
 
 def _inference_copied(tensors: Tensors) -> Tensors:
@@ -81,61 +86,33 @@ def _inference_copied(tensors: Tensors) -> Tensors:
 
 
 class Store:
-    """The skips of one task, or of one thread outside pipes.
+    """The skips of one task, or of one thread outside pipes; it starts with ``skips``."""
 
-    Args:
-        pops: how many layers of the task's partition pop each declared skip; ``None`` outside
-            pipes.
-        sent: the skips sent to other partitions, once per destination.
-        entries: what it starts with.
-    """
+    __slots__ = ("_values",)
 
-    __slots__ = ("_pops", "_sent", "_values")
+    def __init__(self, skips: Skips | None = None) -> None:
+        found = (skips or {}).items()
+        self._values = {key: Stashed(value, left) for key, (left, value) in found}
 
-    def __init__(
-        self,
-        pops: Mapping[Key, int] | None = None,
-        sent: Sequence[Key] = (),
-        entries: Sequence[Entry] = (),
-    ) -> None:
-        self._pops = pops
-        self._sent = sent
-        self._values = {key: Stashed(value, left) for key, left, value in entries}
-
-    def entries(self) -> tuple[Entry, ...]:
+    def skips(self) -> Skips:
         """Return what is left for other layers."""
-        return tuple([stashed.entry(key) for key, stashed in self._values.items()])
+        return {key: (stashed.left, stashed.get(key)) for key, stashed in self._values.items()}
 
     def put(self, key: Key, value: Value, pops: int) -> None:
-        """Stash ``value`` for ``pops`` layers, as the stashing layer declares."""
-        if self._pops is not None and key in self._pops:
-            pops = self._pops[key] + self._sent.count(key)
-        if pops:
-            self._values[key] = Stashed(value, pops, copy_inference=True)
+        """Stash ``value`` for ``pops`` layers."""
+        self._values[key] = Stashed(value, pops, copy_inference=True)
 
     def take(self, key: Key) -> Value:
         """Pop a value; the last pop removes it."""
         if key not in self._values:
-            message = (
-                f"there is no skip {show(key)} to pop: no layer has stashed it before, or all "
-                "layers that it was for have popped it"
+            raise RuntimeError(
+                f"there is no skip {show(key)} to pop: no layer has stashed it before, all layers "
+                "that it was for have popped it, or its layers were put into a namespace after the "
+                "Pipe was made"
             )
-            if self._pops is not None and key not in self._pops:
-                message = (
-                    f"there is no skip {show(key)} to pop: no layer of this partition declared it "
-                    "when the Pipe was made; make the Pipe when its layers are complete and in "
-                    "their namespaces"
-                )
-            raise RuntimeError(message)
-        return self._hand_out(key)
-
-    def send(self, key: Key) -> Value:
-        """Return a skip for another partition; ``ABSENT`` if the stashing layer did not run."""
-        return self._hand_out(key) if key in self._values else ABSENT
-
-    def _hand_out(self, key: Key) -> Value:
         stashed = self._values[key]
-        value = stashed.get(key)
+        value = stashed.get(key, copy_inference=stashed.left > 1)
+        stashed.left -= 1
         if not stashed.left:
             del self._values[key]
         return value
@@ -166,6 +143,6 @@ def current_store() -> Store:
         return store
     if store is None:
         return _of_thread.store
-    new = Store({})
+    new = Store()
     of_task.set(new)
     return new

@@ -33,6 +33,7 @@ from pipert.layers.call import Compute
 from pipert.layers.random_numbers import TaskRng
 from pipert.recompute.segment import Segments
 from pipert.schedules.action import BACKWARD, FORWARD, RECOMPUTE, WEIGHT, Action
+from pipert.skip.store import Carried
 from pipert.stage.backward import begin, differentiate_partition
 from pipert.stage.shared_memory import Shared, compute_watching
 from pipert.stage.stage import Execute, Stage
@@ -44,12 +45,12 @@ def forward(stage: Stage, i: int, x: Value) -> Value:
     if stage.weights_elsewhere:
         stage.copy_weights(i)  # parameters that live on other devices
     # Copied here; in a call tied to F[i-1,j], in a step cut off.
-    is_plain, boundary = stage.skips is None and isinstance(x, Tensor), stage.boundary
+    is_plain, boundary = not stage.skips and isinstance(x, Tensor), stage.boundary
     x = boundary.cross(i, x, boundary.copies.previous) if is_plain else stage.enter(i, x)
     segments = stage.layers.segments(i, stage.run.first_node) if i < stage.recomputed else None
     y = (compute_seen if stage.run.trace.is_watched else compute)(stage, i, segments, x)
     y = boundary.leave(i, y, segments)  # in a call with a node for R[i,j]
-    return y if stage.skips is None else stage.without_leaving_skips(i, y)
+    return stage.send_skips(i, y) if isinstance(y, Carried) else y
 
 
 class Computed(Protocol):
@@ -58,7 +59,7 @@ class Computed(Protocol):
     layers: Any
     """Has ``forward``, as :class:`.Layers`."""
     stats: PartitionStats | None
-    shared: Shared
+    shared: list[Shared]
 
     @property
     def loss(self) -> Callable[[int, Value], Value] | None:
@@ -68,9 +69,11 @@ class Computed(Protocol):
 def compute(stage: Computed, i: int, segments: Segments | None, x: Value) -> Value:
     """Compute the layers, checkpointed or not, and in the last stage of a step the loss."""
     with NOTHING if stage.stats is None else stage.stats.collecting():
-        watch = partial(_watched, stage) if stage.shared else None
+        watch = partial(_watched, stage) if any(stage.shared) else None
         y = stage.layers.forward(i, segments, x, watch)
-    return y if stage.loss is None else stage.loss(i, y)
+    if stage.loss is None:
+        return y
+    return stage.loss(i, y.value if isinstance(y, Carried) else y)
 
 
 def recompute(stage: Stage, i: int, _: Value) -> None:
@@ -117,7 +120,7 @@ def _turn_of_backward(stage: Stage, action: Action) -> AbstractContextManager[ob
 
 def _watched(stage: Computed, compute: Compute, x: Value) -> Value:
     """Compute layers; refuse changes of tensors in ``x``, the first value, that share memory."""
-    shared, stage.shared = stage.shared, {}
+    shared, stage.shared = stage.shared, []
     return compute_watching(shared, compute, x)
 
 

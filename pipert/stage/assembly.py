@@ -19,7 +19,7 @@ from pipert.layers.parameter_copies import weights_elsewhere
 from pipert.layers.place import Place, last_layer
 from pipert.layers.random_numbers import draws
 from pipert.observe.event import WAIT
-from pipert.skip.routes import PartitionSkips
+from pipert.skip.namespace import Key
 from pipert.stage.actions import ACTIONS, Actions
 from pipert.stage.call_boundary import CallBoundary
 from pipert.stage.copies import Copies
@@ -60,8 +60,8 @@ class Layered:
     """A model whose layers are called one by one."""
 
     partitions: tuple[nn.Sequential, ...]
-    skips: tuple[PartitionSkips, ...]
-    """For each partition, where its skips come from and go to."""
+    skips: tuple[tuple[Key, ...], ...]
+    """For each partition, the skips that it stashes and pops."""
     keeps_forward: bool = False
     """Whether a ``forward`` of the model's own calls the layers: it brings to them what comes from
     any earlier partition, and weights of other devices."""
@@ -113,13 +113,12 @@ def assemble(
     stages = []
     for j, (partition, place) in enumerate(zip(model.partitions, places, strict=True)):
         skips = model.skips[j]
-        layers = _layers(run, partition, place, skips, step)
+        layers = _layers(run, partition, place, bool(skips), step)
         links = Links(values[j], values[j + 1], gradients[j], gradients[j + 1])
-        copies = Copies(run, j, skips, step is not None, model.keeps_forward)
+        copies = Copies(run, j, bool(skips), step is not None, model.keeps_forward)
         partition_stats = stats.partitions[j] if stats else None
         ends = _ends(run, place, copies, step, model.keeps_forward)
-        own = skips if skips.pops else None
-        stage = Stage(run, place, layers, own, links, ends, weights[j], partition_stats)
+        stage = Stage(run, place, layers, skips, links, ends, weights[j], partition_stats)
         stage.handlers = {
             kind: stage.handler_for(kind, actions[kind]) for kind in run.plan.occurring_kinds
         }
@@ -128,9 +127,9 @@ def assemble(
 
 
 def _layers(
-    run: Run, partition: nn.Sequential, place: Place, skips: PartitionSkips, step: Step | None
+    run: Run, partition: nn.Sequential, place: Place, has_skips: bool, step: Step | None
 ) -> Layers:
-    about = partition, place, run.context, skips, run.trace, run.effects
+    about = partition, place, run.context, has_skips, run.trace, run.effects
     draws_loss = step is not None and place.is_last and step.loss.draws
     if draws_loss or draws(partition):
         return RandomLayers(run.seed, *about)

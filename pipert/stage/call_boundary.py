@@ -18,13 +18,14 @@ What would do nothing is left out: there are no copies and waits on CPU, no auto
 without grad, and no join for the first micro-batch and no fork for the last. Where one thread goes
 backward through all partitions, the last micro-batch may fork, too, to wait for its turn.
 
-Skips that a partition pops from others accompany ``x`` all the way, copied from the device of the
-partition that stashed them; those that others pop accompany ``y`` and are sent before it.
+A skip that a partition pops is copied like ``x``, from the device that it comes from, but not
+joined. One that is left for later partitions goes through the same nodes as ``y``.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -34,6 +35,7 @@ from pipert.autograd import order, streams
 from pipert.batch.tensors import differentiable
 from pipert.recompute.nodes import recompute_before
 from pipert.recompute.segment import Segments
+from pipert.skip.store import Carried
 from pipert.stage.copies import Copies
 
 
@@ -70,7 +72,13 @@ class CallBoundary:
             copying = self.copies.stream(i)
             if copying is not None:
                 compute = streams.compute_stream(self._device)
-                y = self.copies.order(i, y, copying, compute)
+                wait = partial(self.copies.order, i, waiter=copying, awaited=compute)
+                if isinstance(y, Carried):  # a tensor that is both has two gradients to wait for
+                    y, skips = y
+                    skips = {key: (left, wait(skip)) for key, (left, skip) in skips.items()}
+                    y = Carried(wait(y), skips)
+                else:
+                    y = wait(y)
         if not self._grad_enabled:
             return y
         ys, rebuild = differentiable(y)

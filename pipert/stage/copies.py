@@ -16,7 +16,6 @@ from pipert.autograd.transfer import Stream
 from pipert.batch.tensors import differentiable, select
 from pipert.observe.event import COPY, WAIT
 from pipert.observe.run_trace import RunTrace
-from pipert.skip.routes import PartitionSkips
 from pipert.stage.run import Run
 
 
@@ -24,7 +23,7 @@ class Copies:
     """The copies to the device of stage *j*. Used by its worker only."""
 
     def __init__(
-        self, run: Run, j: int, skips: PartitionSkips, is_cut: bool, from_any: bool = False
+        self, run: Run, j: int, has_skips: bool, is_cut: bool, from_any: bool = False
     ) -> None:
         self._run = run
         self._j = j
@@ -33,12 +32,12 @@ class Copies:
         self._trace = run.trace if run.trace.is_recorded else None
         self.previous = j - 1 if j > 0 else None
         """The partition that the input comes from; ``None`` for the caller."""
-        every = range(len(run.devices))
-        sources = [*(every if from_any else every[:j][-1:]), *[k for _, k in skips.arriving]]
-        readers = [*every[j + 1 : j + 2], *[k for _, k in skips.leaving]]
-        # Whether values come, or may come, from other devices, and whether others copy from here.
-        self.come_in = j == 0 or any([run.devices[k] != self._device for k in sources])
-        self.go_out = any([run.devices[k] != self._device for k in readers])
+        sources, readers = run.devices if from_any else run.devices[:j], run.devices[j + 1 :]
+        if not has_skips:
+            sources, readers = sources if from_any else sources[-1:], readers[:1]
+        # Whether values may come from other devices, and whether others may copy from here.
+        self.come_in = j == 0 or any([device != self._device for device in sources])
+        self.go_out = any([device != self._device for device in readers])
 
     def stream(self, i: int) -> Stream:
         """Return the copy stream of micro-batch ``i`` on this device; ``None`` on CPU."""

@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -27,7 +28,8 @@ from pipert.observe.run_trace import RunTrace
 from pipert.queues.locks import Latch
 from pipert.recompute.effects import Effects
 from pipert.schedules.plan import Plan
-from pipert.stage.links import SkipLinks
+from pipert.skip.namespace import Key
+from pipert.skip.store import Stashed
 from pipert.workers.context import CallerContext
 
 
@@ -47,7 +49,8 @@ class Run:
     number: int = field(init=False)
     outcome: Outcome = field(init=False)
     effects: Effects = field(init=False)
-    skips: SkipLinks = field(default_factory=SkipLinks)
+    skips: dict[int, dict[Key, Stashed]] = field(default_factory=lambda: defaultdict(dict))
+    """The skips on their way, by micro-batch. A stage puts them here before it sends its output."""
     outputs: list[Value] = field(default_factory=list)
     sources: dict[tuple[torch.device, int], torch.cuda.Stream] = field(default_factory=dict)
     """The copy streams on which tensors were read, by device and micro-batch."""

@@ -13,8 +13,7 @@ the layers have made it.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import combinations
 from typing import NamedTuple
 
@@ -23,7 +22,8 @@ from torch import Tensor
 
 from pipert._torch import storage_of
 from pipert._typing import Value
-from pipert.batch.tensors import Carried, describe, tensors_of, versions
+from pipert.batch.tensors import describe, tensors_of, version
+from pipert.skip.store import parts_of
 
 
 class Extent(NamedTuple):
@@ -39,43 +39,46 @@ Shared = dict[tuple[int, int], tuple[Extent, Extent]]
 
 
 def find_shared(value: Value) -> Shared:
-    """Find such pairs in a value, and in each of the skips that accompany it."""
-    parts = (value.value, *value.skips) if isinstance(value, Carried) else (value,)
-    shared: Shared = {}
-    start = 0
-    for part in parts:
-        tensors = tensors_of(part)[0]
-        homes = {k: storage_of(x) for k, x in enumerate(tensors) if _has_storage(x)}
-        if len({*homes.values()}) < len(homes):
-            for k, other in combinations(homes, 2):
-                if homes[k] == homes[other]:
-                    extents = _extent(tensors[k]), _extent(tensors[other])
-                    shared[start + k, start + other] = extents
-        start += len(tensors)
-    return shared
+    """Find the pairs of tensors in a value that share a storage."""
+    tensors = tensors_of(value)[0]
+    homes = {k: storage_of(x) for k, x in enumerate(tensors) if _has_storage(x)}
+    if len({*homes.values()}) == len(homes):
+        return {}
+    return {
+        (k, other): (_extent(tensors[k]), _extent(tensors[other]))
+        for k, other in combinations(homes, 2)
+        if homes[k] == homes[other]
+    }
 
 
-def compute_watching(shared: Shared, compute: Callable[[Value], Value], x: Value) -> Value:
+def compute_watching(
+    shared: Sequence[Shared], compute: Callable[[Value], Value], x: Value
+) -> Value:
     """Return ``compute(x)``.
+
+    Args:
+        shared: the tensors that share memory in each part of ``x``.
+        compute: computes layers.
+        x: their input.
 
     Raises:
         RuntimeError: one tensor of an overlapping pair was changed in place.
     """
-    tensors, is_apart = tensors_of(x)[0], torch.is_grad_enabled()  # rule 4
-    pairs = [
-        (*pair, extents) for pair, extents in shared.items()
-        if is_apart or len({storage_of(tensors[k]) for k in pair}) > 1
-    ]  # fmt: skip
-    before = versions(tensors)
+    is_apart, watched = torch.is_grad_enabled(), []
+    for part, pairs in zip(parts_of(x), shared, strict=False):
+        tensors = tensors_of(part)[0]
+        for (k, other), extents in pairs.items():
+            pair = tensors[k], tensors[other]
+            if is_apart or storage_of(pair[0]) != storage_of(pair[1]):  # rule 4
+                watched.append((pair, [*map(version, pair)], extents))
     y = compute(x)
-    changed = list(map(operator.ne, before, versions(tensors)))
-    for k, other, extents in pairs:
-        if (changed[k] or changed[other]) and _overlap(*extents):
+    for pair, before, extents in watched:
+        if [*map(version, pair)] != before and _overlap(*extents):
             raise RuntimeError(
-                f"two tensors that came here in one value, {describe(tensors[k])} and "
-                f"{describe(tensors[other])}, share memory, and one was changed in place: the "
-                "plain module changes both, and here they are apart. Let the layer that they come "
-                "from return a clone of one, or change a copy (inplace=False)"
+                f"two tensors that came here in one value, {describe(pair[0])} and "
+                f"{describe(pair[1])}, share memory, and one was changed in place: the plain "
+                "module changes both, and here they are apart. Let the layer that they come from "
+                "return a clone of one, or change a copy (inplace=False)"
             )
     return y
 

@@ -29,7 +29,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from pipert._typing import Value
-from pipert.batch.tensors import Carried
 from pipert.layers.batchnorm import PartitionStats
 from pipert.layers.call import Layers
 from pipert.layers.parameter_copies import ParameterCopies, Weights
@@ -38,7 +37,7 @@ from pipert.queues.closable import Once
 from pipert.recompute.public import begin_microbatch, end_microbatch
 from pipert.schedules.action import BACKWARD, FORWARD, WEIGHT, Action
 from pipert.skip.namespace import Key
-from pipert.skip.routes import PartitionSkips
+from pipert.skip.store import Carried, Stashed
 from pipert.stage.call_boundary import CallBoundary
 from pipert.stage.links import NOWHERE, Link
 from pipert.stage.run import Outcome, Run
@@ -84,8 +83,8 @@ class Stage:
     run: Run
     place: Place
     layers: Layers
-    skips: PartitionSkips | None
-    """The skips that the partition stashes and pops; ``None`` if there are none."""
+    skips: tuple[Key, ...]
+    """The skips that the partition stashes and pops. If there are any, values are ``Carried``."""
     links: Links
     boundary: CallBoundary | StepBoundary
     weights_elsewhere: Weights
@@ -101,12 +100,8 @@ class Stage:
     """Computes the loss, in the last stage of a step."""
     recomputed: int = field(init=False)
     """The number of micro-batches, from the first, that are checkpointed."""
-    shared: Shared = field(default_factory=dict)
-    """The tensors of the current micro-batch's input that share memory."""
-    arriving: tuple[tuple[Key, int], ...] = ()
-    """The skips that this stage pops from others, each with the stage that stashes it."""
-    leaving: tuple[tuple[Key, int], ...] = ()
-    """The skips that this stage stashes for others, each with a stage that pops it."""
+    shared: list[Shared] = field(default_factory=list)
+    """The tensors that share memory, in each skip and in the input of the current micro-batch."""
     _copies: ParameterCopies = field(init=False)
 
     def __post_init__(self) -> None:
@@ -116,8 +111,6 @@ class Stage:
         self.loss = cut.compute_loss if cut and self.place.is_last else None
         has_grad = self.run.context.grad_enabled
         self.recomputed = self.run.plan.recomputed[self.place.j] if has_grad else 0
-        if self.skips is not None:
-            self.arriving, self.leaving = self.skips.arriving, self.skips.leaving
         self._copies = ParameterCopies()
         self._copies.note_versions(self.weights_elsewhere)
 
@@ -140,23 +133,30 @@ class Stage:
         self.layers.copies = self._copies
 
     def enter(self, i: int, x: Value) -> Value:
-        """Bring the input here, and the skips that arrive with it; find what shares memory.
+        """Bring the input here, and the skips that are popped; find what shares memory.
 
         The input comes last, so that a backward goes on with its gradient first.
         """
-        skips = [self.run.skips.receive(key, i, self.place.j) for key, _ in self.arriving]
-        self.shared = find_shared(x if self.skips is None else Carried(x, tuple(skips)))
-        for number, (_, k) in enumerate(self.arriving):
-            skips[number] = self.boundary.cross(i, skips[number], k, is_skip=True)
-        x = self.boundary.cross(i, x, self.boundary.copies.previous)
-        return x if self.skips is None else Carried(x, tuple(skips))
+        self.shared = []
+        if not self.skips:
+            return self._cross(i, x, self.boundary.copies.previous)
+        arriving = [key for key in self.run.skips[i] if key in self.skips]
+        skips = {key: self._bring(i, key) for key in arriving}
+        return Carried(self._cross(i, x, self.boundary.copies.previous), skips)
 
-    def without_leaving_skips(self, i: int, y: Value) -> Value:
-        """Send the skips that leave with output ``y`` to the stages that pop them; return it."""
-        y, leaving = y
-        for (key, k), value in zip(self.leaving, leaving, strict=True):
-            self.run.skips.send(key, i, k, value)
-        return y
+    def _bring(self, i: int, key: Key) -> tuple[int, Value]:
+        stashed = self.run.skips[i].pop(key)
+        return stashed.left, self._cross(i, stashed.get(key), stashed.origin, is_skip=True)
+
+    def _cross(self, i: int, value: Value, origin: int | None, is_skip: bool = False) -> Value:
+        self.shared.append(find_shared(value))
+        return self.boundary.cross(i, value, origin, is_skip)
+
+    def send_skips(self, i: int, y: Carried) -> Value:
+        """Leave the skips beside an output to the stages that pop them; return the output."""
+        for key, (left, value) in y.skips.items():
+            self.run.skips[i][key] = Stashed(value, left, self.place.j)
+        return y.value
 
     def give_up(self) -> None:
         """Close the links and drop all values but those of an executing action. From any thread.

@@ -17,7 +17,7 @@ from pipert._torch import node_count
 from pipert._typing import Value
 from pipert.autograd.order import begin_numbers
 from pipert.autograd.weight_gradients import DeferredGradients
-from pipert.batch.tensors import Carried, differentiable
+from pipert.batch.tensors import differentiable
 from pipert.batch.trees import CLOSED_TO_GRAPHS, ORDINARY, REMEDY, flatten, held_by
 from pipert.layers.place import Place
 from pipert.recompute.segment import Segments
@@ -86,24 +86,18 @@ class StepBoundary:
             graph.segments = segments
             if self._is_last:
                 graph.loss = ys[0]
-        if self._is_last:
-            return Carried((), ()) if isinstance(y, Carried) else ()
-        if not isinstance(y, Tensor):
+        if not self._is_last and not isinstance(y, Tensor):
             _refuse_hidden_graph(y)
         return y
 
     def compute_loss(self, i: int, y: Value) -> Value:
         """Compute the unscaled loss of micro-batch ``i``; note its share of the mini-batch's."""
-        skips = None
-        if isinstance(y, Carried):
-            y, skips = y
         target = self.step.loss.targets[i]
         originals = differentiable(target)[0]
         target = self.copies.bring(i, leaf_inputs(target) if originals else target, None)
         if originals:
             self.gradients.stand_ins.update(zip(differentiable(target)[0], originals, strict=True))
-        loss = self.step.compute_loss(i, self._place, self._seed, y, target)
-        return loss if skips is None else Carried(loss, skips)
+        return self.step.compute_loss(i, self._place, self._seed, y, target)
 
     def copy_weight(self, i: int, weight: Tensor) -> Tensor:
         """Copy a parameter that lives elsewhere.

@@ -8,6 +8,7 @@ does. Skips are passed in and taken out as the layers yield them.
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -16,8 +17,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from pipert.recompute.effects import sampled
-from pipert.skip.routes import PartitionSkips, routes
-from pipert.skip.store import of_task
+from pipert.skip.namespace import Key
+from pipert.skip.routes import keys_of
+from pipert.skip.store import Store, of_task
 from tests.simulated_gpus.simulation import Simulation
 
 __all__ = ["Alone", "alone", "nbytes"]
@@ -64,16 +66,37 @@ class Alone(NamedTuple):
         return sum(self.outputs.values())
 
 
+class _Skips(NamedTuple):
+    """The skips of one partition."""
+
+    arriving: list[tuple[Key, int]]
+    """Those that it pops, each with the partition that it comes from."""
+    leaving: list[tuple[Key, int]]
+    """Those that later partitions pop, each with the next of them."""
+
+
+def _skips(partitions: Sequence[nn.Sequential]) -> list[_Skips]:
+    """Returns the skips of each partition, in the order of their stashes."""
+    keys = [*map(keys_of, partitions)]
+    found = [_Skips([], []) for _ in keys]
+    for key in keys_of(nn.Sequential(*partitions)):
+        on_its_way = [j for j, each in enumerate(keys) if key in each]
+        for j, k in itertools.pairwise(on_its_way):
+            found[j].leaving.append((key, k))
+            found[k].arriving.append((key, j))
+    return found
+
+
 def alone(
     gpus: Simulation, partitions: Sequence[nn.Sequential], x: Tensor, device: int
 ) -> list[Alone]:
     """Measures each partition; ``x`` is the micro-batch that the first one receives."""
-    found, value, stashed = list[Alone](), x, dict[Any, Tensor]()
-    for j, (partition, skips) in enumerate(zip(partitions, routes(partitions), strict=True)):
+    found, value, stashed, left = list[Alone](), x, dict[Key, Tensor](), dict[Key, int]()
+    for j, (partition, skips) in enumerate(zip(partitions, _skips(partitions), strict=True)):
         layers = copy.deepcopy(partition).to(f"cuda:{device}")
         layers.zero_grad(set_to_none=True)
         inputs = [value, *(stashed[key] for key, _ in skips.arriving)]
-        probe = _Probe(gpus, layers, skips, inputs, device, j)
+        probe = _Probe(gpus, layers, skips, left, inputs, device, j)
         with torch.autograd.set_multithreading_enabled(False):  # its threads free memory later
             found.append(probe.measure())
         value, *leaving = probe.outputs
@@ -101,12 +124,14 @@ class _Probe:
         self,
         gpus: Simulation,
         layers: nn.Sequential,
-        skips: PartitionSkips,
+        skips: _Skips,
+        left: dict[Key, int],
         inputs: list[Tensor],
         device: int,
         j: int,
     ) -> None:
         self.gpus, self.layers, self.skips, self.device = gpus, layers, skips, device
+        self.left_before, self.left = dict(left), left
         self.inputs, self.outputs, self.j = inputs, list[Tensor](), j
         self.token = torch.zeros((), device=f"cuda:{device}", requires_grad=True)
 
@@ -199,14 +224,15 @@ class _Probe:
     def _call(self, xs: list[Tensor]) -> list[Tensor]:
         x, *arriving = xs
         xs.clear()
-        if not self.skips:
-            return [self._run(x)]
-        store = self.skips.store(self.skips.entries(arriving))
-        del arriving
+        pairs = zip(self.skips.arriving, arriving, strict=True)
+        store = Store({key: (self.left_before[key], skip) for (key, _), skip in pairs})
+        arriving.clear()
         token = of_task.set(store)
         try:
             y = self._run(x)
-            return [y, *(store.send(key) for key, _ in self.skips.leaving)]
+            skips = store.skips()
+            self.left.update({key: left for key, (left, _) in skips.items()})
+            return [y, *(skips[key][1] for key, _ in self.skips.leaving)]
         finally:
             store.clear()
             of_task.reset(token)

@@ -14,7 +14,6 @@ works on. Stages are driven by hand where workers would still have their last ta
 
 from __future__ import annotations
 
-import contextvars
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -25,7 +24,6 @@ from torch import Tensor, nn
 from pipert import Pipe, is_recomputing
 from pipert.skip import Skippable, pop, stash
 from tests.activations import Activations
-from tests.layers import Apply
 from tests.skips import declaring
 from tests.stages import Driven
 
@@ -35,7 +33,6 @@ Forward = Generator[Any, Any, Any]
 
 MODES = ["always", "except_last", "never"]
 modes = pytest.mark.parametrize("checkpoint", MODES)
-no_grads = pytest.mark.parametrize("no_grad", [torch.no_grad, torch.inference_mode])
 
 
 class Stash(Skippable):
@@ -146,16 +143,6 @@ def test_a_skip_with_checkpointing_is_kept_for_the_recomputation_of_the_popping_
     assert setting.left() == 0
 
 
-@no_grads
-def test_a_skip_without_grad_is_gone_after_the_forward(no_grad: Callable[[], Any]) -> None:
-    setting = Setting()
-    with no_grad():
-        y = drive(setting, recomputed=1)
-    # In inference mode it is a copy that is stashed.
-    assert setting.counts["6 forward over"] == 0 and setting.popped.now() == 0
-    del y
-
-
 def test_a_skip_that_two_pop_is_there_until_the_second_has_popped_it() -> None:
     setting = Setting(pops=2)
     y = drive(setting, recomputed=0)
@@ -188,25 +175,6 @@ def test_after_a_step_no_skip_is_left_though_the_output_is_kept(
     with setting.pipe(balance, chunks=3, checkpoint=checkpoint) as pipe:
         y = pipe(torch.ones(6, 3))
         y.sum().backward()
-        assert setting.left() == 0
-        del y
-
-
-@pytest.mark.parametrize(("checkpoint", "count"), [("always", 3), ("except_last", 2), ("never", 0)])
-def test_between_forward_and_backward_there_are_as_many_as_will_be_recomputed(
-    checkpoint: str, count: int
-) -> None:
-    setting = Setting()
-    with setting.pipe([1, 1, 1], chunks=3, checkpoint=checkpoint) as pipe:
-        y = pipe(torch.ones(6, 3))
-        assert setting.skips.settled(count) == count
-        del y
-
-
-def test_within_a_checkpointed_partition_no_skip_waits_for_the_backward() -> None:
-    setting = Setting()
-    with setting.pipe([3], chunks=3, checkpoint="always") as pipe:
-        y = pipe(torch.ones(6, 3))
         assert setting.left() == 0
         del y
 
@@ -245,33 +213,6 @@ def test_a_failure_in_a_recomputation_leaves_no_skip(
         assert setting.left() == 0
 
 
-@modes
-def test_skips_of_a_pipe_in_a_pipe_are_not_left_behind(checkpoint: str) -> None:
-    inner, outer = Setting(), Setting()
-    with inner.pipe([1, 1, 1], chunks=2, checkpoint=checkpoint) as pipe:
-        outer.layers[1] = pipe
-        with outer.pipe([1, 1, 1], chunks=2, checkpoint=checkpoint) as whole:
-            whole(torch.ones(4, 3)).sum().backward()
-            assert inner.left() + outer.left() == 0
-
-
-def test_a_context_that_a_layer_has_copied_keeps_no_skip_of_a_task_that_failed() -> None:
-    """Whatever a layer starts on another thread has such a copy."""
-    contexts: list[contextvars.Context] = []
-
-    def fail(x: Tensor) -> Tensor:
-        contexts.append(contextvars.copy_context())
-        raise ValueError("the layer in between")
-
-    setting = Setting()
-    setting.popped.add(torch.ones(1))
-    setting.layers[1] = Apply(fail)
-    with setting.pipe([3], chunks=3) as pipe:
-        with pytest.raises(ValueError, match="the layer in between"):
-            pipe(torch.ones(6, 3))
-        assert contexts and setting.left() == 0
-
-
 @pytest.mark.parametrize("balance", [[3], [1, 1, 1]], ids=str)
 def test_a_skip_that_nobody_pops_is_gone_with_its_task(balance: list[int]) -> None:
     """The worker lives on. A layer may leave out the layers in it."""
@@ -289,24 +230,4 @@ def test_a_skip_that_nobody_pops_is_gone_with_its_task(balance: list[int]) -> No
     setting.layers[2] = LeavesOut(setting.layers[2])
     with setting.pipe(balance, chunks=3) as pipe:
         pipe(torch.ones(6, 3)).sum().backward()
-        assert setting.left() == 0
-
-
-def test_skips_of_layers_that_no_module_shows_are_gone_with_their_task() -> None:
-    """They are not verified, and not routed, but they are the task's."""
-
-    class Hides(nn.Module):
-        def __init__(self, *layers: nn.Module) -> None:
-            super().__init__()
-            self.layers = layers  # a tuple is no module
-
-        def forward(self, x: Tensor) -> Tensor:
-            for layer in self.layers:
-                x = layer(x)
-            return x
-
-    setting = Setting()
-    setting.popped.add(torch.ones(1))
-    with Pipe(nn.Sequential(Hides(*setting.layers[:2])), [1], devices=["cpu"]) as pipe:
-        pipe(torch.ones(1, 3)).sum().backward()
         assert setting.left() == 0

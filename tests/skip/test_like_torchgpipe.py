@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import importlib
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from pipert import Pipe
 
@@ -119,46 +117,3 @@ def test_a_model_written_for_torchgpipe_computes_the_same(
 def test_the_public_names_include_torchgpipes(theirs: ModuleType) -> None:
     names = set(importlib.import_module("torchgpipe.skip").__all__)
     assert names <= set(importlib.import_module("pipert.skip").__all__)
-
-
-WRONG: dict[str, Any] = {
-    "undeclared stash": lambda m: m.skippable()(layer("yield stash('x', input)", m))()(1),
-    "undeclared pop": lambda m: m.skippable()(layer("yield pop('x')", m))()(1),
-    "declared and not stashed": lambda m: m.skippable(stash=["x"])(layer("pass", m))()(1),
-    "declared and not popped": lambda m: m.skippable(pop=["x"])(layer("pass", m))()(1),
-    "never popped": lambda m: m.verify_skippables(nn.Sequential(m.Stash())),
-    "never stashed": lambda m: m.verify_skippables(nn.Sequential(m.PopCarol())),
-    "popped twice": lambda m: m.verify_skippables(
-        nn.Sequential(m.Stash(), m.PopCarol(), m.PopCarol())
-    ),
-    "stashed twice": lambda m: m.verify_skippables(
-        nn.Sequential(m.Stash(), m.Stash(), m.PopCarol())
-    ),
-}
-
-
-def layer(line: str, module: ModuleType) -> Any:
-    scope: dict[str, Any] = {"stash": module.stash, "pop": module.pop}
-    exec(f"def forward(self, input):\n    {line}\n    return input", scope)
-    return type("Layer", (nn.Module,), {"forward": scope["forward"]})
-
-
-def kind_of_error(do: Any, module: ModuleType) -> type[Exception]:
-    with pytest.raises(Exception) as caught:
-        do(module)
-    return caught.type
-
-
-@pytest.mark.parametrize("do", WRONG.values(), ids=WRONG)
-def test_an_error_is_of_the_kind_it_was_there(
-    do: Any, ours: ModuleType, theirs: ModuleType
-) -> None:
-    assert kind_of_error(do, ours) is kind_of_error(do, theirs)
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_an_error_is_a_runtime_error_in_a_forward_and_a_type_error_before(
-    name: str, ours: ModuleType
-) -> None:
-    expected = RuntimeError if "declared" in name else TypeError
-    assert kind_of_error(WRONG[name], ours) is expected

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import threading
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
@@ -13,16 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from pipert import Pipe, RecomputationError, is_recomputing
-from pipert.batch.tensors import tensors_of
-from pipert.queues.closable import ClosableQueue
 from pipert.skip import Namespace, Skippable, pop, skippable, stash
-from pipert.stage import links
 from tests.layers import Apply
 from tests.pipes import pipe_of_layers as pipe_of
 
 Forward = Generator[Any, Any, Any]
 
-TIMEOUT = 3.0  # s
 MODES = ["always", "except_last", "never"]
 modes = pytest.mark.parametrize("checkpoint", MODES)
 
@@ -67,21 +62,12 @@ def rows(count: int) -> Tensor:
     return torch.arange(1.0, count + 1)[:, None]
 
 
-# What crosses the queues --------------------------------------------------------------------------
+# What crosses -------------------------------------------------------------------------------------
 
 
 @modes
-def test_partitions_in_between_never_see_the_skip(
-    checkpoint: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_partitions_in_between_never_see_the_skip(checkpoint: str) -> None:
     """The skip alone has three columns."""
-    crossed: list[list[int]] = []
-
-    class Spy(ClosableQueue[Any]):
-        def put(self, item: Any) -> list[Any]:
-            crossed.append([tensor.shape[1] for tensor in tensors_of(item)[0]])
-            return super().put(item)
-
     @skippable(stash=["a"])
     class StashWide(nn.Module):
         def forward(self, x: Tensor) -> Forward:
@@ -89,11 +75,10 @@ def test_partitions_in_between_never_see_the_skip(
             return x
 
     seen: list[int] = []
-    monkeypatch.setattr(links, "ClosableQueue", Spy)
     between = Apply(lambda x: seen.append(x.shape[1]) or x)
     with pipe_of(StashWide(), between, between, PopAdd(), chunks=2, checkpoint=checkpoint) as pipe:
         assert pipe(rows(4)).shape == (4, 3)
-    assert crossed == 6 * [[1]] and seen == 4 * [1]
+    assert seen == 4 * [1]
 
 
 @pytest.mark.parametrize("balance", [[3], [1, 1, 1], [2, 1]], ids=str)
@@ -168,39 +153,7 @@ def test_a_layer_that_does_not_run_leaves_nothing_to_pop() -> None:
         assert "F[1,1]" in caught.value.__notes__[0]
 
 
-# Several callers, several pipes -------------------------------------------------------------------
-
-
-@modes
-def test_the_skips_of_several_callers_do_not_mix(checkpoint: str) -> None:
-    """All callers are in the middle partition before the first of them goes on."""
-    callers = 3
-    arrived, outputs = threading.Semaphore(0), {}
-    all_there = threading.Event()
-
-    def wait(x: Tensor) -> Tensor:
-        if not is_recomputing():
-            assert all_there.wait(TIMEOUT)
-        return x
-
-    first = Stash(lambda _: None if is_recomputing() else arrived.release())
-    with pipe_of(first, Apply(wait), PopAdd(), chunks=2, checkpoint=checkpoint) as pipe:
-
-        def call(k: int) -> None:
-            x = (rows(2) * 10**k).requires_grad_()
-            output = pipe(x)
-            (grad,) = torch.autograd.grad(output.square().sum(), x)
-            outputs[k] = (output.detach(), grad)
-
-        threads = [threading.Thread(target=call, args=(k,), daemon=True) for k in range(callers)]
-        for thread in threads:
-            thread.start()
-        for _ in range(2 * callers):
-            assert arrived.acquire(timeout=TIMEOUT)
-        all_there.set()
-        for thread in threads:
-            thread.join(TIMEOUT)
-    same(outputs, {k: (rows(2) * 3 * 10**k, rows(2) * 18 * 10**k) for k in range(callers)})
+# Several pipes ------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager

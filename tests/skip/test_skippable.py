@@ -1,37 +1,44 @@
-"""Tests a skippable layer: what it yields, the errors for mistakes, and its class."""
+"""Tests a skippable layer: what it yields, the errors for mistakes, its class, and plain models."""
 
 from __future__ import annotations
 
+import inspect
+import math
 import threading
 import traceback
-from collections.abc import Callable, Generator, Iterable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from pipert.skip import pop, skippable, stash
-from tests.skips import PopAdd
+from pipert.skip import Namespace, Skippable, pop, skippable, stash
+from pipert.skip.store import current_store
+from tests.layers import Apply
+from tests.skips import Forward, PopAdd, declaring
 
-Forward = Generator[Any, Any, Any]
+
+def define() -> type[Any]:
+    class Layer(nn.Module):
+        """A layer that stashes its input."""
+
+        def __init__(self, factor: float = 1.0, *, width: int = 1) -> None:
+            """Make one."""
+            super().__init__()
+            self.weight = nn.Parameter(torch.tensor([factor]))
+            self.linear = nn.Linear(width, width)
+
+        def forward(self, x: Tensor) -> Forward:
+            """Multiply."""
+            yield stash("a", x)
+            return x * self.weight
+
+    return Layer
 
 
-@skippable(stash=["a"])
-class Stash(nn.Module):
-    """A layer that stashes its input."""
-
-    def __init__(self, factor: float = 1.0) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.tensor([factor]))
-        self.linear = nn.Linear(1, 1)
-
-    def forward(self, x: Tensor) -> Forward:
-        yield stash("a", x)
-        return x * self.weight
-
-    def describe(self) -> str:
-        return f"times {self.weight.item()}"
+Undecorated, Stash = define(), skippable(stash=["a"])(define())
 
 
 def layer_of(
@@ -48,11 +55,12 @@ def one() -> Tensor:
     return torch.ones(1)
 
 
+def skipped(layer: nn.Module) -> float:
+    """Returns the sum of a layer's output for one and the value it stashes."""
+    return float(nn.Sequential(layer, PopAdd())(one()).item())
+
+
 # What it does -------------------------------------------------------------------------------------
-
-
-def test_a_layer_pops_a_value_stashed_by_another() -> None:
-    assert nn.Sequential(Stash(factor=2.0), PopAdd())(one()).item() == 3
 
 
 def test_the_value_that_is_popped_is_the_one_that_was_stashed() -> None:
@@ -75,7 +83,72 @@ def test_a_helper_may_yield_for_the_forward() -> None:
     def forward(_: nn.Module, x: Tensor) -> Forward:
         return (yield from helper(x))
 
-    assert nn.Sequential(layer_of(forward, stash=["a"]), PopAdd())(one()).item() == 3
+    assert skipped(layer_of(forward, stash=["a"])) == 3
+
+
+def test_a_plain_model_leaves_nothing_behind(no_gc: None) -> None:
+    x = one()
+    gone = weakref.ref(x)
+    nn.Sequential(Stash(), PopAdd())(x)
+    del x
+    assert gone() is None and repr(current_store()) == "<Store of nothing>"
+
+
+def test_a_value_left_by_a_failed_forward_is_replaced_by_the_next(no_gc: None) -> None:
+    def fail(_: Tensor) -> Tensor:
+        raise ValueError("the layer in between")
+
+    x = one()
+    gone = weakref.ref(x)
+    with pytest.raises(ValueError):
+        nn.Sequential(Stash(), Apply(fail))(x)
+    del x
+    assert nn.Sequential(Stash(), PopAdd())(torch.tensor([2.0])).item() == 4
+    assert gone() is None
+
+
+def test_a_skip_modified_in_place_is_refused_in_a_plain_model() -> None:
+    model = nn.Sequential(nn.Identity(), Stash(), PopAdd())
+    model[1].register_forward_hook(lambda layer, args, output: args[0].add_(1) * 0 + output)
+    with pytest.raises(RuntimeError, match="the skip 'a' was modified in place after it was stas"):
+        model(one())
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        nn.Sequential(nn.Sequential(Stash()), nn.Sequential(nn.Sequential(PopAdd()))),
+        nn.Sequential(Apply(Stash()), Apply(PopAdd())),
+    ],
+    ids=["in Sequentials", "in modules"],
+)
+def test_nested_layers_find_each_other(model: nn.Module) -> None:
+    assert model(one()).item() == 2
+
+
+def test_each_thread_has_skips_of_its_own() -> None:
+    Stash()(one())
+    caught: list[Exception] = []
+
+    def run() -> None:
+        try:
+            PopAdd()(one())
+        except RuntimeError as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(3.0)
+    assert "no skip 'a'" in str(caught[0])
+
+
+@pytest.mark.slow  # torch.utils.checkpoint imports a lot
+def test_a_plain_model_may_be_checkpointed_by_torch_as_a_whole() -> None:
+    x = torch.ones(1, requires_grad=True)
+    model = nn.Sequential(Stash(), Apply(torch.exp), PopAdd())
+    torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False).backward()
+    assert x.grad is not None
+    assert x.grad.item() == pytest.approx(1 + math.exp(1))
 
 
 # What it is told ----------------------------------------------------------------------------------
@@ -83,11 +156,6 @@ def test_a_helper_may_yield_for_the_forward() -> None:
 
 def undeclared_stash(_: nn.Module, x: Tensor) -> Forward:
     yield stash("b", x)  # wrong
-    return x
-
-
-def undeclared_pop(_: nn.Module, x: Tensor) -> Forward:
-    yield pop("b")  # wrong
     return x
 
 
@@ -113,62 +181,23 @@ def yield_a_tensor(_: nn.Module, x: Tensor) -> Forward:
     return x
 
 
-def yield_the_class(_: nn.Module, x: Tensor) -> Forward:
-    yield stash  # wrong
-    return x
-
-
-def yield_nothing(_: nn.Module, x: Tensor) -> Forward:
-    yield  # wrong
-    return x
-
-
-WRONG: list[tuple[Callable[..., Any], dict[str, Any], type[Exception], str]] = [
-    (undeclared_stash, {}, RuntimeError, r"'b' has not been declared.*stash=\['b', ...\]"),
-    (undeclared_stash, {"pop": ["b"]}, RuntimeError, "'b' has not been declared.*stash="),
-    (undeclared_pop, {}, RuntimeError, r"'b' has not been declared.*pop=\['b', ...\]"),
-    (undeclared_pop, {"stash": ["b"]}, RuntimeError, "'b' has not been declared.*pop="),
-    (stash_twice, {"stash": ["a"]}, RuntimeError, "Layer can stash 'a' only once"),
-    (pop_twice, {"pop": ["a"]}, RuntimeError, "Layer can pop 'a' only once"),
-    (
-        pop_what_is_not_there,
-        {"pop": ["never stashed"]},
-        RuntimeError,
-        "no skip 'never stashed' to pop: no layer has stashed it before",
-    ),
-    (yield_a_tensor, {}, TypeError, r"Layer must yield stash.* got float32\[1\]"),
-    (yield_the_class, {}, TypeError, "Layer must yield stash.* got <class 'pipert.skip"),
-    (yield_nothing, {}, TypeError, "Layer must yield stash.* got None"),
-]
-wrong = pytest.mark.parametrize(
+@pytest.mark.parametrize(
     ("forward", "declared", "kind", "message"),
-    WRONG,
-    ids=[f"{forward.__name__}-{sorted(declared)}" for forward, declared, _, _ in WRONG],
+    [
+        (undeclared_stash, {}, RuntimeError, r"'b' has not been declared.*stash=\['b', ...\]"),
+        (undeclared_stash, {"pop": ["b"]}, RuntimeError, "'b' has not been declared.*stash="),
+        (stash_twice, {"stash": ["a"]}, RuntimeError, "Layer can stash 'a' only once"),
+        (pop_twice, {"pop": ["a"]}, RuntimeError, "Layer can pop 'a' only once"),
+        (pop_what_is_not_there, {"pop": ["never stashed"]}, RuntimeError, "no skip 'never stashe"),
+        (yield_a_tensor, {}, TypeError, r"Layer must yield stash.* got float32\[1\]"),
+    ],
 )
-
-
-def fail(forward: Callable[..., Any], declared: dict[str, Any]) -> Exception:
-    """Returns the error of a layer that follows one that stashes ``a`` for it."""
-    model = nn.Sequential(Stash(), layer_of(forward, **declared))
-    with pytest.raises(Exception) as caught:
-        model(one())
-    return caught.value
-
-
-@wrong
-def test_a_layer_that_yields_wrongly_is_told_what_is_wrong(
+def test_a_layer_that_yields_wrongly_is_told_where_and_what_is_wrong(
     forward: Callable[..., Any], declared: dict[str, Any], kind: type[Exception], message: str
 ) -> None:
-    error = fail(forward, declared)
-    with pytest.raises(kind, match=message):
-        raise error
-
-
-@wrong
-def test_the_traceback_shows_the_yield_that_is_wrong(
-    forward: Callable[..., Any], declared: dict[str, Any], kind: type[Exception], message: str
-) -> None:
-    frames = traceback.extract_tb(fail(forward, declared).__traceback__)
+    with pytest.raises(kind, match=message) as caught:
+        nn.Sequential(Stash(), layer_of(forward, **declared))(one())
+    frames = traceback.extract_tb(caught.value.__traceback__)
     (line,) = [frame.line for frame in frames if frame.name == forward.__name__]
     assert line is not None and line.endswith("# wrong")
 
@@ -183,10 +212,7 @@ def forget(layer: Any, x: Tensor) -> Forward:
 @pytest.mark.parametrize("forward", [forget, lambda _, x: x], ids=["generator", "function"])
 @pytest.mark.parametrize(
     ("declared", "message"),
-    [
-        ({"stash": ["a", "b"]}, "stashed ('a', )?'b'"),
-        ({"pop": ["b"]}, "popped 'b'"),
-    ],
+    [({"stash": ["a", "b"]}, "stashed ('a', )?'b'"), ({"pop": ["b"]}, "popped 'b'")],
 )
 def test_a_layer_that_does_not_do_what_it_declared_gets_an_error(
     forward: Callable[..., Any], declared: dict[str, Any], message: str
@@ -207,53 +233,124 @@ def test_an_error_of_the_layer_itself_is_raised_unchanged() -> None:
     assert caught.value is error
 
 
-# What is decorated --------------------------------------------------------------------------------
+def decorated(kind: Any) -> Any:
+    return skippable()(kind)
 
 
-@pytest.mark.parametrize("names", [["a"], ("a",), {"a"}, iter(["a"]), {"a": 1}], ids=type)
-def test_names_may_come_in_any_collection(names: Any) -> None:
-    assert nn.Sequential(layer_of(forget, stash=names), PopAdd())(one()).item() == 2
+@pytest.mark.parametrize(
+    ("decorate", "error", "message"),
+    [
+        (lambda: skippable(stash="abc"), TypeError, r"^stash .*write \['abc'\]"),
+        (lambda: skippable(stash={"a": 0}), ValueError, "positive number of layers that pop 'a'"),
+        (lambda: decorated(nn.Linear(1, 1)), TypeError, "skippable decorates subclasses of nn.Mo"),
+        (
+            lambda: decorated(type("Layer", (nn.Module,), {"isolate": None})),
+            TypeError, "has an attribute 'isolate', which skippable adds",
+        ),
+    ],
+)  # fmt: skip
+def test_a_wrong_declaration_is_refused(
+    decorate: Callable[[], object], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        decorate()
 
 
-@pytest.mark.parametrize("key", ["stash", "pop"])
-def test_names_in_a_string_are_refused(key: str) -> None:
-    with pytest.raises(TypeError, match=rf"^{key} .*write \['abc'\]"):
-        skippable(**{key: "abc"})
+# Its class ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layers", [0, -1, True, 1.5, "2", None])
-def test_a_number_of_layers_that_is_no_positive_number_is_refused(layers: Any) -> None:
-    with pytest.raises(ValueError, match="positive number of layers that pop 'a'"):
-        skippable(stash={"a": layers})
+def test_the_class_itself_is_decorated_and_keeps_what_it_has() -> None:
+    kind = define()
+    assert skippable(stash=["a"])(kind) is kind and issubclass(kind, Skippable)
+    for ours, own in ((kind, Undecorated), (kind.forward, Undecorated.forward)):
+        assert (ours.__qualname__, ours.__doc__) == (own.__qualname__, own.__doc__)
+        assert inspect.signature(ours) == inspect.signature(own)
+    assert kind().state_dict().keys() == Undecorated().state_dict().keys()
 
 
-@pytest.mark.parametrize("kind", [int, nn.Linear(1, 1), lambda x: x], ids=["class", "obj", "fn"])
-def test_a_class_that_is_no_module_is_refused(kind: Any) -> None:
-    with pytest.raises(TypeError, match="skippable decorates subclasses of nn.Module"):
-        skippable()(kind)
+def test_a_class_of_several_bases_keeps_their_order() -> None:
+    class First:
+        name = "first"
+
+    class Second(nn.Module):
+        name = "second"
+
+    @skippable()
+    class Layer(First, Second):
+        pass
+
+    assert Layer.name == "first" and Layer.__mro__[-4:-2] == (First, Second)
 
 
-def test_a_class_with_an_attribute_that_skippable_adds_is_refused() -> None:
-    with pytest.raises(TypeError, match="has an attribute 'isolate', which skippable adds"):
-        skippable()(type("Layer", (nn.Module,), {"isolate": lambda self: self}))
+class StashAndPop(nn.Module):
+    def forward(self, x: Tensor) -> Forward:
+        yield stash("a", x)
+        yield stash("c", x)
+        b = yield pop("b")
+        return x + b
 
 
-def test_each_thread_has_skips_of_its_own() -> None:
-    """All stash before any pops; with one store for all, the last stash would win."""
-    stashed, outputs = threading.Barrier(4, timeout=3.0), {}
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [({"pop": ["b"]}, {"stash": ["a", "c"]}), ({"stash": ["a"]}, {"stash": ["c"], "pop": ["b"]})],
+)
+def test_decorating_twice_declares_both(
+    first: dict[str, list[str]], second: dict[str, list[str]]
+) -> None:
+    layer: Any = skippable(**second)(declaring(StashAndPop, **first))()
+    assert (dict(layer.skip_stashes), set(layer.skip_pops)) == ({"a": 1, "c": 1}, {"b"})
 
-    def meet(_: nn.Module, x: Tensor) -> Tensor:
-        stashed.wait()
+
+class Doubling(Stash):  # type: ignore[misc,valid-type]
+    """Overrides forward, with a generator."""
+
+    def forward(self, x: Tensor) -> Forward:
+        yield stash("a", x * 2)
         return x
 
-    model = nn.Sequential(Stash(), layer_of(meet), PopAdd())
 
-    def run(k: int) -> None:
-        outputs[k] = model(torch.tensor([float(k)])).item()
+class Calling(Stash):  # type: ignore[misc,valid-type]
+    """Overrides forward with a function that calls that of the base."""
 
-    threads = [threading.Thread(target=run, args=(k,), daemon=True) for k in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(3.0)
-    assert outputs == {k: 2.0 * k for k in range(4)}
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x) * 10
+
+
+class Extended(Stash):  # type: ignore[misc,valid-type]
+    """Does not override forward."""
+
+    def __init__(self) -> None:
+        super().__init__(4.0)
+        self.more = nn.Linear(1, 1)
+
+
+@pytest.mark.parametrize(("kind", "expected"), [(Doubling, 3), (Calling, 11), (Extended, 5)])
+def test_a_subclass_of_a_decorated_class_works(kind: type[nn.Module], expected: float) -> None:
+    assert skipped(kind()) == expected
+
+
+def test_a_subclass_that_does_what_its_base_has_done_is_told_so() -> None:
+    class Again(Stash):  # type: ignore[misc,valid-type]
+        def forward(self, x: Tensor) -> Forward:
+            yield stash("a", x)
+            return super().forward(x)
+
+    with pytest.raises(RuntimeError, match="Again can stash 'a' only once in a forward"):
+        Again()(one())
+
+
+def test_a_layer_may_run_another_of_its_class() -> None:
+    """The outer one is not affected by what the inner one stashes."""
+
+    @skippable(stash=["a"])
+    class Outer(Skippable):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: Tensor) -> Forward:
+            yield stash("a", x)
+            return self.inner(x)
+
+    inner = nn.Sequential(Outer(nn.Identity()).isolate(Namespace()), nn.Identity())
+    assert skipped(Outer(inner)) == 2

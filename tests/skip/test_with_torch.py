@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import pytest
@@ -49,43 +48,7 @@ def model() -> nn.Sequential:
     return nn.Sequential(Stash(), nn.Linear(2, 2), PopAdd())
 
 
-@contextlib.contextmanager
-def plain_or_pipe(module: nn.Sequential, kind: str) -> Iterator[nn.Module]:
-    if kind == "plain":
-        yield module
-    else:
-        with pipe_of(module, chunks=2, checkpoint=kind) as pipe:
-            yield pipe
-
-
-kinds = pytest.mark.parametrize("kind", ["plain", *MODES])
-
-
 # Hooks --------------------------------------------------------------------------------------------
-
-
-@kinds
-@pytest.mark.parametrize("layer", [0, 2])
-def test_a_full_backward_hook_sees_the_gradients_of_the_plain_model(kind: str, layer: int) -> None:
-    module, x = model(), torch.randn(4, 2, requires_grad=True)
-    seen: list[Tensor] = []
-
-    def hook(_: nn.Module, into: Any, out: Any) -> None:
-        seen.append(out[0])
-
-    module[layer].register_full_backward_hook(hook)
-    with plain_or_pipe(module, kind) as runner:
-        runner(x).sum().backward()
-    plain = model()
-    plain.load_state_dict(module.state_dict())
-    output = plain[0](x)
-    if layer == 0:
-        y = plain[0].layer(x)  # type: ignore[operator]
-        loss = (plain[2].layer(plain[1](output)) * y).sum()  # type: ignore[operator]
-        (expected,) = torch.autograd.grad(loss, output)
-    else:
-        expected = torch.ones(4, 2)
-    same(torch.cat(seen[::-1]), expected)  # micro-batches go back in reverse order
 
 
 @modes
@@ -120,23 +83,12 @@ def test_a_plain_model_may_be_called_with_other_parameters() -> None:
     same(torch.func.functional_call(module, parameters, (x,)), other(x))
 
 
-def test_a_plain_model_may_be_mapped_over_a_batch() -> None:
-    module, x = model(), torch.randn(3, 4, 2)
-    same(torch.func.vmap(module)(x), module(x))
-
-
 # torch.compile ------------------------------------------------------------------------------------
 
 
 def each_layer(module: nn.Sequential) -> nn.Sequential:
     compiled: list[Any] = [torch.compile(layer, backend="eager") for layer in module]
     return nn.Sequential(*compiled)
-
-
-def in_place(module: nn.Sequential) -> nn.Sequential:
-    for layer in module:
-        layer.compile(backend="eager")
-    return module
 
 
 def as_one_layer(module: nn.Sequential) -> nn.Sequential:
@@ -148,8 +100,7 @@ def as_one_layer(module: nn.Sequential) -> nn.Sequential:
 @pytest.mark.usefixtures("forget_compiled")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    "compiled",
-    [*[pytest.param(how, marks=pytest.mark.sweep) for how in (each_layer, in_place)], as_one_layer],
+    "compiled", [pytest.param(each_layer, marks=pytest.mark.sweep), as_one_layer]
 )
 def test_a_compiled_model_trains_as_the_plain_model(
     compiled: Callable[[nn.Sequential], nn.Sequential],
@@ -163,23 +114,3 @@ def test_a_compiled_model_trains_as_the_plain_model(
             output = pipe(x)
             same(output, expected)
             same(torch.autograd.grad(output.sum(), list(plain.parameters())), grads)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("forget_compiled")
-@pytest.mark.filterwarnings("ignore")
-def test_a_compiled_layer_cannot_pop_a_skip_modified_in_place_either() -> None:
-    class Change(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x.neg_()
-
-    @skippable(stash=["a"])
-    class StashItself(nn.Module):
-        def forward(self, x: Tensor) -> Forward:
-            yield stash("a", x)
-            return x
-
-    plain = nn.Sequential(nn.Linear(2, 2), StashItself(), Change(), PopAdd())
-    compiled: Any = torch.compile(plain, backend="eager")
-    with pytest.raises(RuntimeError, match="modified in place after it was stashed"):
-        compiled(torch.randn(4, 2))
