@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import monotonic
 
@@ -171,8 +171,17 @@ class Waiting:
             stage.give_up()
 
     def timed_out(self, what: str, timeout: float | None) -> PipelineTimeout:
-        """Build the error that ``what`` took too long."""
-        return timed_out(what, timeout or 0.0, self.workers(), self._pool.stack)
+        """Build the error that ``what`` took too long, with the stack of each executing worker."""
+        workers = self.workers()
+        lines = [f"{what} after {timeout or 0.0:g} s. What the workers were doing:", ""]
+        lines += table(workers)
+        for k, worker in enumerate(workers):
+            if worker.doing is not None and worker.doing.phase != WAITING:
+                stack = self._pool.stack(k).rstrip()
+                lines += ["", f"{worker.name} was at (most recent call last):", stack]
+        error = PipelineTimeout("\n".join(lines))
+        error.workers = workers
+        return error
 
 
 def _deadlock(threads: list[WorkerThread]) -> ReentrantCallError | None:
@@ -185,19 +194,6 @@ def _deadlock(threads: list[WorkerThread]) -> ReentrantCallError | None:
                 "import what the layer needs before the call"
             )
     return None
-
-
-def timed_out(
-    what: str, seconds: float, workers: Sequence[WorkerStatistics], stack: Callable[[int], str]
-) -> PipelineTimeout:
-    """Build the error that ``what`` took too long, with the ``stack`` of each executing worker."""
-    lines = [f"{what} after {seconds:g} s. What the workers were doing:", "", *table(workers)]
-    for k, worker in enumerate(workers):
-        if worker.doing is not None and worker.doing.phase != WAITING:
-            lines += ["", f"{worker.name} was at (most recent call last):", stack(k).rstrip()]
-    error = PipelineTimeout("\n".join(lines))
-    error.workers = tuple(workers)
-    return error
 
 
 def still_busy(busy: Sequence[WorkerStatistics]) -> WorkerBusyError:
