@@ -150,16 +150,16 @@ def place(
 
 
 def move(module: nn.Module, name: str, device: torch.device) -> None:
-    """Move a parameter and its gradient, or a buffer, that belongs to ``module`` itself."""
-    parameter = module._parameters.get(name)
-    if parameter is None:
-        buffer = module._buffers[name]
-        module._buffers[name] = buffer if buffer is None else buffer.to(device)
-    elif parameter.device != device:
+    """Move a parameter and its gradient, or a buffer, that belongs to ``module`` itself.
+
+    It stays the same object, by which a run knows the statistics that it defers.
+    """
+    tensor = (module._parameters if name in module._parameters else module._buffers)[name]
+    if tensor is not None and tensor.device != device:
         with torch.no_grad():
-            parameter.data = parameter.data.to(device)
-            if parameter.grad is not None:
-                parameter.grad = parameter.grad.to(device)
+            tensor.data = tensor.data.to(device)
+            if tensor.is_leaf and tensor.grad is not None:
+                tensor.grad = tensor.grad.to(device)
 
 
 def _move_all_but(weights: Sequence[Tensor], module: nn.Module, device: torch.device) -> None:

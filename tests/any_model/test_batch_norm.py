@@ -113,3 +113,23 @@ def test_they_may_be_shared_where_they_are_deferred_or_not_updated(how: str) -> 
     train(Siamese(nn.BatchNorm1d), how, deferred=False, device="cpu:0")  # one worker, in its order
     found = train(Siamese(nn.BatchNorm1d), how, deferred=True)
     assert int(found["first.1.num_batches_tracked"]) == 2
+
+
+@pytest.mark.cuda
+@pytest.mark.multi_gpu
+def test_statistics_of_a_norm_that_moves_to_its_device_in_the_first_run_are_deferred() -> None:
+    class Late(Normalising):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.early(x)  # registered behind the cut, called before it
+            y: Tensor = self.last(self.first(x))
+            return y
+
+    model = Late()
+    plain, x = copy.deepcopy(model), torch.randn(6, 4)
+    with pipert.pipeline(
+        model, ["last"], devices=["cuda:0", "cuda:1"], chunks=3, deferred_batch_norm=True
+    ) as pipe:
+        pipe.forward_backward(x.to("cuda:0"), loss_fn=lambda y, _: y.square().mean())
+        plain(x)
+        for found, expected in zip(model.early.buffers(), plain.early.buffers(), strict=True):
+            torch.testing.assert_close(found.cpu(), expected)
