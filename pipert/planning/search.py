@@ -262,15 +262,11 @@ class _Search:
 
     def _time(self, made: Plan, parts: Sequence[Cost]) -> float:
         """Return the seconds of a step."""
-        is_split = WEIGHT in made.occurring_kinds
+        backward = "split" if WEIGHT in made.occurring_kinds else "backward"
+        names = {FORWARD: "forward", RECOMPUTE: "forward", BACKWARD: backward, WEIGHT: "weight"}
 
         def seconds(action: Action) -> float:
-            part = parts[action.j]
-            times = {
-                FORWARD: part.forward, RECOMPUTE: part.forward, WEIGHT: part.weight,
-                BACKWARD: part.backward - part.weight * is_split,
-            }  # fmt: skip
-            return times[action.kind]
+            return float(getattr(parts[action.j], names[action.kind]))
 
         def copying(j: int, to: int) -> float:
             source, target = (self._names[made.placement[k]] for k in sorted((j, to)))
