@@ -215,8 +215,8 @@ class _Calls:
         saved = without(sizes(self.saved), self._weights, sizes(self._brought))
         made = without(sizes(value), self._known)
         self.note(value, names)
-        # Rule 3.
-        cost = Cost(seconds, 2 * seconds, inputs=used, outputs=made, saved=saved, kept=saved)
+        times = seconds, 2 * seconds, 2 * seconds  # rule 3
+        cost = Cost(*times, inputs=used, outputs=made, saved=saved, kept=saved)
         self._found[self._block].append(cost)
         return names
 

@@ -28,7 +28,7 @@ from pipert.any_model.checkpointed_calls import objects_in, refuse_changes
 from pipert.autograd.engine import differentiate
 from pipert.autograd.leaves import leaves_behind
 from pipert.autograd.order import edge_of
-from pipert.autograd.weight_gradients import Deferral, compute_deferred
+from pipert.autograd.weight_gradients import Deferral, DeferredGradients, compute_deferred
 from pipert.batch.tensors import differentiable, tensors_of
 from pipert.model.calls import settled
 from pipert.skip.store import Carried, Store, of_task, parts_of
@@ -57,8 +57,10 @@ class Cost(NamedTuple):
     forward: float = 0.0
     backward: float = 0.0
     """Seconds of the backward with all gradients."""
+    split: float = 0.0
+    """Seconds of the backward when gradients of weights are deferred."""
     weight: float = 0.0
-    """Seconds of those gradients that can be deferred."""
+    """Seconds of the deferred gradients."""
     parameters: Sizes = {}
     """Parameters and buffers."""
     trained: Sizes = {}
@@ -96,7 +98,7 @@ def joined(costs: Sequence[Cost]) -> Cost:
     return reduce(Cost.joined, costs)
 
 
-_TIMES = "forward", "backward", "weight"
+_TIMES = "forward", "backward", "split", "weight"
 _NOISE = 0.25
 """A layer counts as slower than equal ones only if it is, by this share, in each round."""
 
@@ -290,26 +292,34 @@ def measure_all(call: Call) -> tuple[Cost, Carried]:
 
 
 def _time_deferred(call: Call) -> Cost:
-    """Measure times, also of the gradients that can be deferred, and count what these need."""
+    """Measure times, also of gradients that are deferred, and count what these need."""
     cost, _ = time_once(call)
     leaves, inputs = call.fresh_inputs()
     roots = _roots(call.forward(inputs))
     if not roots:
         return cost
-    edges = [edge_of(root) for root in roots]
-    nodes = [edge.node for edge in edges]
-    put_off = Deferral(leaves_behind(nodes), nodes)
-    wanted = [*differentiable(leaves)[0], *put_off.leaves]
-
-    def run(wanted: Sequence[Any], ys: Sequence[Any], dys: Sequence[Tensor]) -> Any:
-        return differentiate(ys, wanted, dys)
-
-    uses = put_off.differentiate(run, wanted, edges, [torch.ones_like(root) for root in roots])[1]
+    ones = [torch.ones_like(root) for root in roots]
+    uses, split = _timed(call.device, partial(_defer, leaves, roots, ones))
     sizes = call.storages.sizes
     weights = sizes([*call.layer.parameters(), *call.layer.buffers()])
     deferred = total(without(sizes([(use.x, use.dy) for use in uses]), weights))
     _, weight = _timed(call.device, partial(compute_deferred, uses))
-    return cost._replace(weight=min(weight, cost.backward), deferred=deferred)
+    return cost._replace(split=split, weight=weight, deferred=deferred)
+
+
+def _defer(
+    inputs: Carried, roots: Sequence[Tensor], ones: Sequence[Tensor]
+) -> list[DeferredGradients]:
+    """Differentiate a layer, except for the gradients that can be deferred; return these."""
+    edges = [edge_of(root) for root in roots]
+    nodes = [edge.node for edge in edges]
+    put_off = Deferral(leaves_behind(nodes), nodes)
+    wanted = [*differentiable(inputs)[0], *put_off.leaves]
+
+    def run(wanted: Sequence[Any], ys: Sequence[Any], dys: Sequence[Tensor]) -> Any:
+        return differentiate(ys, wanted, dys)
+
+    return put_off.differentiate(run, wanted, edges, ones)[1]
 
 
 def weights_of(module: nn.Module) -> dict[str, Any]:

@@ -159,15 +159,19 @@ def _scale_of(optimizer: Optimizer | Callable[..., Optimizer] | None) -> float:
         )
     parameter = nn.Parameter(torch.zeros(64, 64))
     parameter.grad = torch.zeros_like(parameter)
-    if isinstance(optimizer, Optimizer):  # not a step of its own
+    if not isinstance(optimizer, Optimizer):
+        one = optimizer([parameter])
+        one.step()
+    elif optimizer.state:
+        one = optimizer
+    else:  # not a step of its own
         one = copy(optimizer)
         one.state, one.param_groups = defaultdict(dict), []
         one.add_param_group({**optimizer.param_groups[0], "params": [parameter]})
-    else:
-        one = optimizer([parameter])
-    one.step()
+        one.step()
     state = tensors_of([[*values.values()] for values in one.state.values()])[0]
-    return 2 + sum([tensor.nbytes for tensor in state]) / parameter.nbytes
+    of_parameters = sum([each.nbytes for each in one.state]) or 1
+    return 2 + sum([tensor.nbytes for tensor in state]) / of_parameters
 
 
 _STRAIGHT = ("1f1b", "eager-1f1b", "zb-h1", "zb-h2")
@@ -258,15 +262,11 @@ class _Search:
 
     def _time(self, made: Plan, parts: Sequence[Cost]) -> float:
         """Return the seconds of a step."""
-        is_split = WEIGHT in made.occurring_kinds
+        backward = "split" if WEIGHT in made.occurring_kinds else "backward"
+        names = {FORWARD: "forward", RECOMPUTE: "forward", BACKWARD: backward, WEIGHT: "weight"}
 
         def seconds(action: Action) -> float:
-            part = parts[action.j]
-            times = {
-                FORWARD: part.forward, RECOMPUTE: part.forward, WEIGHT: part.weight,
-                BACKWARD: part.backward - part.weight * is_split,
-            }  # fmt: skip
-            return times[action.kind]
+            return float(getattr(parts[action.j], names[action.kind]))
 
         def copying(j: int, to: int) -> float:
             source, target = (self._names[made.placement[k]] for k in sorted((j, to)))

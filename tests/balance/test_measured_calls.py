@@ -76,10 +76,6 @@ def test_a_layer_that_begins_no_block_counts_for_the_one_that_is_current() -> No
     assert times(lambda m, x: m.c(m.b(m.a(x))), "ac") == {"a": 15, "c": 48}
 
 
-def test_code_before_the_first_block_counts_for_it() -> None:
-    assert times(lambda m, x: m.c(m.b(m.a(spend(x, 100, 0)))), "c") == {"c": 363}
-
-
 # The model's own code
 
 
