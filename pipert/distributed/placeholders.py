@@ -271,7 +271,8 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
 
 def _has_meta(value: Any) -> bool:
-    found = [one for one in (value, *held_by(value, (nn.Module, Tensor))) if isinstance(one, Tensor)]
+    parts = value, *held_by(value, (nn.Module, Tensor))
+    found = [one for one in parts if isinstance(one, Tensor)]
     return any(one.is_meta and not isinstance(one, nn.Parameter) for one in found)
 
 
