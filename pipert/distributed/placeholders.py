@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from pipert._torch import pytree
 from pipert._typing import Tensors
 from pipert.any_model.checkpointed_calls import objects_in, refuse_changes
 from pipert.autograd.hooks import checkpoint_around
 from pipert.batch.tensors import describe, tensors_of, versions
-from pipert.batch.trees import REMEDY, flatten, held_by, unflatten
+from pipert.batch.trees import REMEDY, flatten, held_by
 from pipert.errors import PipertError
 from pipert.layers.modules import modules_of
 from pipert.model.calls import unchanged
@@ -162,7 +163,7 @@ class Names:
                     self.add(leaf := about.placeholder(), about.name)
                 reshape(leaf, about.shape, about.stride)
             found.append(leaf)
-        return unflatten(spec, iter(found)), written
+        return pytree.tree_unflatten(found, spec), written
 
 
 def reshape(placeholder: Tensor, shape: Sequence[int], stride: Sequence[int]) -> None:
@@ -270,8 +271,8 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
 
 def _has_meta(value: Any) -> bool:
-    held = (value, *held_by(value, (nn.Module, Tensor)))
-    found = [one for one in held if isinstance(one, Tensor)]
+    parts = value, *held_by(value, (nn.Module, Tensor))
+    found = [one for one in parts if isinstance(one, Tensor)]
     return any(one.is_meta and not isinstance(one, nn.Parameter) for one in found)
 
 

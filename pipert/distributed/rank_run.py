@@ -119,7 +119,6 @@ class RankRuntime:
                         inputs = arrived.rebuild(tuple(arrived.tensors))
                     # Also in a forward: a new stage of torch drops gradients of sharded parameters.
                     earlier = EarlierGradients(self.wrapped.values())
-                    stats = DeferredStats([*modules.values()]) if settings.deferred else None
                     sizes = first.sizes if call.microbatches is None else ()
                     step = None
                     if make_loss is not None:
@@ -135,9 +134,11 @@ class RankRuntime:
                         recomputed(settings.checkpoint, m) if is_step else 0,
                         seed, trace, context, step, bool(self._sharded),
                     )  # fmt: skip
-                    prepared = self._prepared(settings.schedule, batch, stats, is_step)
                     if replayed is not None:
                         replayed.prepare(batch)
+                    # After recordings, which write to buffers and restore them.
+                    stats = DeferredStats([*modules.values()]) if settings.deferred else None
+                    prepared = self._prepared(settings.schedule, batch, stats, is_step)
                 result = self._go(prepared, batch, earlier, is_step)
                 trace.outcome = "succeeded"
             except BaseException as error:
@@ -198,7 +199,7 @@ class RankRuntime:
         """
         agreement, home_of_loss = self.site.agreement, self.site.homes[-1]
         self._run_schedule(prepared, batch)
-        loss, outputs = self._result(batch)
+        loss, outputs = self._result(prepared, batch)
         ended = agreement.agree((batch.seed.used, loss.dtype), *batch.take_failure())
         if any(used for used, _ in ended):
             batch.seed.used = True
@@ -233,12 +234,14 @@ class RankRuntime:
             for stage, _ in stages:
                 stage.end()
 
-    def _result(self, batch: RankBatch) -> tuple[Tensor, Value]:
+    def _result(self, prepared: Prepared, batch: RankBatch) -> tuple[Tensor, Value]:
         """Return the loss and the outputs; on all ranks but the last, placeholders."""
         loss, outputs = torch.ones((), device=self.site.device), None
         try:
             if not batch.is_failed:
                 batch.effects.check()
+                for stats in filter(None, [partition.stats for _, partition in prepared[1]]):
+                    stats.refuse_other_updates()
                 if batch.step is not None:
                     batch.step.check()
                     loss, outputs = batch.step.total(), batch.step.output

@@ -180,9 +180,10 @@ class ReplayModel:
     def _record(self, i: int, x: Value, seed: int) -> Record | None:
         """Return the record for micro-batch ``i``; ``None`` if there is none."""
         kind = self._kind(x)
-        if kind in self.records or self.reads_values:
-            return self.records.get(kind)
-        recording, draws = self._recording(x, i, seed)
+        if kind in self.records:
+            return self.records[kind]
+        if not self.reads_values:
+            recording, draws = self._recording(x, i, seed)
         if self.reads_values:
             return None  # type: ignore[unreachable]  # the recording has found that it does
         record = recording.record()
