@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from pipert import Pipe, PipelineTimeout, WorkerBusyError
-from tests.activations import Activations, until
-from tests.callers import Caller
 from tests.faults.stuck import SHORT, WAIT, WHERES, Stuck
+from tests.helpers.activations import Activations, until
+from tests.helpers.caller_threads import Caller
 
 MODES = ("always", "except_last", "never")
 

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from pipert import Pipe, PipeClosedError, PipelineTimeout
-from tests.callers import Caller
+from tests.engine.test_exit import run
 from tests.faults.stuck import SHORT, WAIT, WHERES, Stuck
-from tests.test_exit import run
+from tests.helpers.caller_threads import Caller
 
 # Other callers ------------------------------------------------------------------------------------
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.contract.ways import same
-from tests.pipes import pipe_of
-from tests.skips import MODELS
+from tests.helpers.pipes import pipe_of
+from tests.helpers.skip_layers import MODELS
+from tests.helpers.ways import same
 
 modes = pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
 

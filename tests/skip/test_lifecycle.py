@@ -24,10 +24,10 @@ from torch import Tensor, nn
 
 from pipert import Pipe, is_recomputing
 from pipert.skip import Skippable, pop, stash
-from tests.activations import Activations
+from tests.helpers.activations import Activations
+from tests.helpers.driven_stages import Driven
+from tests.helpers.skip_layers import declaring
 from tests.layers import Apply
-from tests.skips import declaring
-from tests.stages import Driven
 
 pytestmark = pytest.mark.usefixtures("no_gc_in_module")
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from pipert.skip import skippable, stash
 from pipert.skip.store import current_store
+from tests.helpers.skip_layers import PopAdd
 from tests.layers import Apply
-from tests.skips import PopAdd
 
 Forward = Generator[Any, Any, Any]
 

@@ -17,8 +17,8 @@ from pipert.batch.tensors import tensors_of
 from pipert.queues.closable import ClosableQueue
 from pipert.skip import Namespace, Skippable, pop, skippable, stash
 from pipert.stage import links
+from tests.helpers.pipes import pipe_of_layers as pipe_of
 from tests.layers import Apply
-from tests.pipes import pipe_of_layers as pipe_of
 
 Forward = Generator[Any, Any, Any]
 

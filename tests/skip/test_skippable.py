@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pipert.skip import pop, skippable, stash
-from tests.skips import PopAdd
+from tests.helpers.skip_layers import PopAdd
 
 Forward = Generator[Any, Any, Any]
 

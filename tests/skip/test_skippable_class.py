@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pipert.skip import Namespace, Skippable, pop, skippable, stash
-from tests.skips import PopAdd, declaring
+from tests.helpers.skip_layers import PopAdd, declaring
 
 Forward = Generator[Any, Any, Any]
 
