@@ -7,7 +7,7 @@ Any release of torch may drop such a name. So each is looked up here, once, at i
    (:func:`refuse_unsupported`).
 2. Any other name has a *fallback*: a public way that is slower, or one feature less.
 
-``tests/test_private_names.py`` takes each of them away, before pipert is imported. No other file of
+``test_private_names.py`` takes each of them away, before pipert is imported. No other file of
 the package reads private names of torch, but for ``_modules``, ``_parameters``, ``_buffers`` and
 ``_version``.
 """

@@ -21,7 +21,7 @@ from pipert.balance import balance_by_time, layer_times
 from pipert.balance.by_calls import choose_cuts
 from pipert.workers.worker import WorkerThread
 from tests import simulated_gpus
-from tests.settling import settle
+from tests.helpers.collection import settle
 from tests.simulated_gpus.selection import NAME, Selection
 
 # With two threads, each spins for the other: on a busy machine small operations take ten times as

@@ -12,12 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pipert._torch import pytree
 from pipert._typing import Tensors
 from pipert.any_model.checkpointed_calls import objects_in, refuse_changes
 from pipert.autograd.hooks import checkpoint_around
 from pipert.batch.tensors import describe, tensors_of, versions
-from pipert.batch.trees import REMEDY, flatten, held_by
+from pipert.batch.trees import REMEDY, flatten, held_by, unflatten
 from pipert.errors import PipertError
 from pipert.layers.modules import modules_of
 from pipert.model.calls import unchanged
@@ -163,7 +162,7 @@ class Names:
                     self.add(leaf := about.placeholder(), about.name)
                 reshape(leaf, about.shape, about.stride)
             found.append(leaf)
-        return pytree.tree_unflatten(found, spec), written
+        return unflatten(spec, iter(found)), written
 
 
 def reshape(placeholder: Tensor, shape: Sequence[int], stride: Sequence[int]) -> None:

@@ -185,7 +185,7 @@ class ReplayModel:
         if not self.reads_values:
             recording, draws = self._recording(x, i, seed)
         if self.reads_values:
-            return None  # type: ignore[unreachable]  # the recording has found that it does
+            return None
         record = recording.record()
         if not draws:  # else its choices may be others next time
             if len(self.records) == RECORDS:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pipert import pipeline
 from pipert.layers.random_numbers import CPU, current_task
-from tests.contract.ways import Way, grads_of, take_step
+from tests.helpers.ways import Way, grads_of, take_step
 
 __all__ = ["Model", "outcomes"]
 

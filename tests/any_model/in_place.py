@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from pipert import pipeline
-from tests.contract.ways import linear
+from tests.helpers.ways import linear
 
 __all__ = ["Encoder", "Model", "a_model", "a_pipe", "rows", "runs"]
 

@@ -11,7 +11,7 @@ from collections.abc import Generator
 
 import pytest
 
-from tests import scripts
+from tests.helpers import scripts
 
 __all__ = [
     "pytest_addoption", "pytest_collection_modifyitems", "pytest_configure",

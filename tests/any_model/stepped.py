@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipert import pipeline
-from tests.contract.ways import grads_of, linear
+from tests.helpers.ways import grads_of, linear
 
 __all__ = ["a_model", "a_pipe", "batches", "own_loss", "plain_step", "same"]
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from torch import nn
 
+from tests.any_model.all_families import ZOO
 from tests.any_model.family import Family
 from tests.any_model.piped import CHUNKS, HOWS, How, assert_equal_outputs, found_and_plain, made
 from tests.any_model.same import assert_same
-from tests.any_model.zoo import ZOO
 
 __all__ = ["PAGE", "main", "row_of"]
 

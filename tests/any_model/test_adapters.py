@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from pipert import never_recompute, pipeline
 from tests.any_model.family import library
 from tests.any_model.same import assert_same
-from tests.contract.ways import grads_of
+from tests.helpers.ways import grads_of
 
 SIZES = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,

@@ -23,8 +23,8 @@ from pipert.any_model.microbatch_thread import MicroBatchThread
 from pipert.errors import PipelineTimeout, PipertError, WorkerBusyError
 from pipert.layers.random_numbers import current_task
 from pipert.pipes.module_pipe import ModulePipe
-from tests.activations import until
 from tests.conftest import wait_until_gone
+from tests.helpers.activations import until
 
 
 def nothing(x: Tensor) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.any_model.all_families import ZOO
 from tests.any_model.family import Family, Made
 from tests.any_model.piped import (
     CHUNKS,
@@ -23,7 +24,6 @@ from tests.any_model.piped import (
     step,
 )
 from tests.any_model.reference import Result, reference
-from tests.any_model.zoo import ZOO
 
 RUNNING = [family for family in ZOO if not family.why_not]
 each_family = pytest.mark.parametrize(

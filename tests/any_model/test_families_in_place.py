@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from tests.any_model.all_families import ZOO
 from tests.any_model.family import ROWS, Family
 from tests.any_model.piped import CHUNKS, made, pipeline
 from tests.any_model.reference import Result, detached, reference, sizes_of, split, state_of
 from tests.any_model.same import assert_same
-from tests.any_model.zoo import ZOO
 
 WHERE = [
     pytest.param("cpu", id="cpu"),

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from tests.any_model.all_families import ZOO
 from tests.any_model.family import ROWS, Family
 from tests.any_model.piped import How, chunks_of, each_how, made, step
 from tests.any_model.reference import first_rows, reference
 from tests.any_model.same import assert_same
-from tests.any_model.zoo import ZOO
 
 pytestmark = [pytest.mark.cuda, pytest.mark.multi_gpu]
 

@@ -14,7 +14,7 @@ import pipert
 from pipert._typing import Value
 from pipert.any_model.hand_off import HandOff
 from pipert.stage.stage import Stage
-from tests.observers import Log
+from tests.helpers.event_log import Log
 
 
 def test_the_next_partition_does_not_wait_for_a_worker_to_wake(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.any_model.drawing import Model, outcomes
-from tests.contract.ways import CALL, MODES, Way, same
+from tests.helpers.ways import CALL, MODES, Way, same
 
 SCHEDULES = [CALL, "gpipe", "1f1b", "eager-1f1b", "zb-h1"]
 

@@ -9,9 +9,9 @@ import pytest
 from torch import nn
 
 from pipert.layers.intercepted import here
+from tests.any_model.all_families import ZOO
 from tests.any_model.family import Family
 from tests.any_model.piped import HOWS, made, step
-from tests.any_model.zoo import ZOO
 
 each_family = pytest.mark.parametrize(
     "family",

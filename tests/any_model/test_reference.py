@@ -8,10 +8,10 @@ from functools import cache
 import pytest
 import torch
 
+from tests.any_model.all_families import ZOO
 from tests.any_model.family import ROWS, Family, Made
 from tests.any_model.reference import Result, first_rows, reference
 from tests.any_model.same import assert_same, scale_of, tolerance_of
-from tests.any_model.zoo import ZOO
 
 RUNNING = [family for family in ZOO if not family.why_not]
 each_family = pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from torch import nn
 
 from pipert import Pipe, ReentrantCallError
 from tests.any_model.stepped import a_model, a_pipe, batches, own_loss, plain_step, same
-from tests.contract.ways import grads_of
+from tests.helpers.ways import grads_of
 
 
 @pytest.mark.parametrize("before", [True, False])

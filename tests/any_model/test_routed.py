@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from pipert import PipeClosedError
 from pipert.any_model.routed import pipe_of
-from tests.activations import until
 from tests.any_model.in_place import Model, a_model, a_pipe, rows, runs
-from tests.settling import settle
+from tests.helpers.activations import until
+from tests.helpers.collection import settle
 
 
 @pytest.mark.parametrize("grad", [True, False])

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from pipert import Pipe, ReentrantCallError, pipeline
 from tests.any_model.in_place import Model, a_model, a_pipe, rows, runs
-from tests.contract.ways import grads_of, linear
-from tests.settling import settle
+from tests.helpers.collection import settle
+from tests.helpers.ways import grads_of, linear
 
 
 class Wrapper(nn.Module):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pipert import pipeline
-from tests.contract.ways import grads_of
+from tests.helpers.ways import grads_of
 
 WAYS: list[Callable[[Any, Tensor], Any]] = [
     lambda pipe, x: pipe(x).square().mean().backward(),

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pipert import Pipe
 from tests.any_model.stepped import a_model, a_pipe, batches, own_loss, plain_step, same
-from tests.contract.ways import MODES, grads_of
+from tests.helpers.ways import MODES, grads_of
 
 SCHEDULES = ["1f1b", "gpipe", "eager-1f1b"]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from tests.any_model.all_families import ZOO
 from tests.any_model.family import Family
 from tests.any_model.table import PAGE, line, row_of
-from tests.any_model.zoo import ZOO
 
 LINES = PAGE.read_text().splitlines()
 remedy = "python -m tests.any_model.table"

@@ -17,8 +17,8 @@ from pipert.autograd.leaves import (
     leaves_behind,
 )
 from pipert.autograd.order import begin_numbers
-from tests import scripts
-from tests.callers import Caller
+from tests.helpers import scripts
+from tests.helpers.caller_threads import Caller
 
 SCRIPT = """
 import faulthandler, sys, threading, time

@@ -15,7 +15,7 @@ from pipert import Pipe, is_recomputing
 from pipert._torch import node_count
 from pipert.autograd import order
 from pipert.autograd.order import begin_numbers, edge_of, enter
-from tests.callers import Caller
+from tests.helpers.caller_threads import Caller
 
 MODES = ["always", "except_last", "never"]
 

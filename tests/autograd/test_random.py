@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipert.layers.random_numbers import _DETERMINISTIC, may_draw
+from tests.helpers.pipes import pipe_of_layers
 from tests.layers import Apply
-from tests.pipes import pipe_of_layers
 
 TIMEOUT = 3.0  # s
 

@@ -18,7 +18,7 @@ from pipert.balance.by_calls import choose_cuts
 from pipert.balance.calls import measure_calls
 from pipert.model.calls import order_of_calls
 from pipert.model.cuts import check_cuts, homes, layers_of
-from tests.spending import CLOCK, spend
+from tests.helpers.virtual_clock import CLOCK, spend
 
 X = torch.ones(2, 3)
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from pipert.balance import LayerSize, balance_by_cost, balance_by_size, layer_sizes
-from tests.skips import popping, stashing
+from tests.helpers.skip_layers import popping, stashing
 
 FLOAT = 4  # bytes
 

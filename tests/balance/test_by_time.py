@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pipert.balance import balance_by_time, layer_times, measure
-from tests.spending import CLOCK, Clock, spend
+from tests.helpers.virtual_clock import CLOCK, Clock, spend
 
 EXTRA: list[float] = []
 """What each disturbed call takes beyond its time."""

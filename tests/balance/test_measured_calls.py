@@ -15,7 +15,7 @@ from pipert.balance import measure
 from pipert.balance.calls import measure_calls
 from pipert.balance.measure import time_once
 from pipert.batch.microbatch import arguments_of
-from tests.spending import CLOCK, spend
+from tests.helpers.virtual_clock import CLOCK, spend
 
 CPU = torch.device("cpu")
 X = torch.ones(2, 3)

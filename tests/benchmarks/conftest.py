@@ -1,6 +1,6 @@
 """Lets the tests of the benchmarks import scripts outside any package.
 
-Each test runs on a thread of its own (``tests/own_thread.py`` says why).
+Each test runs on a thread of its own (``tests/helpers/own_thread.py`` says why).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.own_thread import pytest_pyfunc_call
+from tests.helpers.own_thread import pytest_pyfunc_call
 
 __all__ = ["pytest_pyfunc_call"]
 

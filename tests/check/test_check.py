@@ -14,7 +14,7 @@ from pipert import check
 from pipert.__main__ import main
 from pipert.check import BROKEN, HOLDS, NOT_CHECKED, Finding, difference, judged
 from pipert.stage.gradients import Gradients
-from tests import scripts
+from tests.helpers import scripts
 
 TWO = [torch.device("cpu")] * 2
 PAGE = Path(__file__).parents[2] / "docs" / "tested.md"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pipert import Pipe, is_recomputing
-from tests.contract.ways import linear, mean
+from tests.helpers.ways import linear, mean
 
 PATIENCE = 10.0  # s
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 import pipert
-from tests.contract.ways import CALL, MODES
+from tests.helpers.ways import CALL, MODES
 
 SCHEDULES = [CALL, "gpipe", "1f1b", "eager-1f1b"]
 

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pipert import NestedCheckpointError, Pipe, is_recomputing
-from tests.contract.ways import (
+from tests.helpers.torchscript import uses_torchscript
+from tests.helpers.ways import (
     MODES,
     Way,
     batch,
@@ -31,7 +32,6 @@ from tests.contract.ways import (
     same,
     take_step,
 )
-from tests.torchscript import uses_torchscript
 
 DOUBLE = torch.float64
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from pipert import is_recomputing
-from tests.contexts import ROWS, Block, Hooks, Row
-from tests.contract.ways import (
+from tests.helpers.caller_settings import ROWS, Block, Hooks, Row
+from tests.helpers.ways import (
     CALL,
     Way,
     batch,

@@ -12,7 +12,7 @@ from torch._dynamo import compiled_autograd
 
 import pipert
 from pipert import Pipe, TransformError
-from tests.contract.ways import Way, batch, grads_of, linear, mean, same, ways
+from tests.helpers.ways import Way, batch, grads_of, linear, mean, same, ways
 
 pytestmark = [
     pytest.mark.slow,  # the first compilation imports for seconds

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pipert import Pipe, RecomputationError
-from tests.contract.ways import (
+from tests.helpers.ways import (
     CALL,
     MODES,
     Way,

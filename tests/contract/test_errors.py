@@ -15,10 +15,10 @@ from torch.nn import functional
 from pipert import Pipe, is_recomputing
 from pipert.schedules import plan
 from pipert.schedules.plan import plan_call
-from tests.activations import Activations
-from tests.contract.ways import CALL
-from tests.failures import Failures
-from tests.faulty import Acts, acting
+from tests.helpers.activations import Activations
+from tests.helpers.failing_steps import Acts, acting
+from tests.helpers.noted_failures import Failures
+from tests.helpers.ways import CALL
 from tests.layers import Apply
 
 SCHEDULES = ("gpipe", "1f1b")

@@ -16,9 +16,9 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from tests.contract.ways import CALL, MODES, SCHEDULES
 from tests.faults.injector import Custom, Failure, Setting, surroundings, wrongs_of
-from tests.faulty import StepSetting
+from tests.helpers.failing_steps import StepSetting
+from tests.helpers.ways import CALL, MODES, SCHEDULES
 
 pytestmark = pytest.mark.usefixtures("no_gc_in_module")
 

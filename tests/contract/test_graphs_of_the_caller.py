@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import orthogonal, weight_norm
 
 from pipert import Pipe
-from tests.contract.ways import (
+from tests.helpers.ways import (
     Way,
     batch,
     each_way,

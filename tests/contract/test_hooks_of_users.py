@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import pipert
 from pipert import RecomputationError
-from tests.contract.ways import (
+from tests.helpers.ways import (
     CALL,
     SCHEDULES,
     Way,

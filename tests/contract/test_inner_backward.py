@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import pipert
 from pipert import Pipe
-from tests.contract.ways import batch, grads_of, same
+from tests.helpers.ways import batch, grads_of, same
 from tests.layers import Labelled
 
 mse = nn.functional.mse_loss

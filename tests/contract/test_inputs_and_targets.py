@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipert import Pipe, Replicate
-from tests.contract.ways import (
+from tests.helpers.ways import (
     Way,
     assert_equal,
     batch,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import pipert
 from pipert import Pipe
-from tests.contract.ways import linear
+from tests.helpers.ways import linear
 
 X = torch.rand(8, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 Y = torch.tensor([0, 1, 2, 0, 1, 2, 0, 1])

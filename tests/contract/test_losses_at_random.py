@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pipert import pipeline
-from tests.contract.ways import MODES
+from tests.helpers.ways import MODES
 
 transformers = pytest.importorskip("transformers", reason="its losses are tested")
 

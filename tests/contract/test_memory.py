@@ -19,13 +19,13 @@ from torch.nn.functional import mse_loss
 
 from pipert import Pipe, is_recomputing
 from pipert.batch.tensors import alone
-from tests.activations import Activations
-from tests.contract.ways import MODES, SCHEDULES, Way, each_way, take_step
 from tests.devices.lockstep import in_lockstep
-from tests.faulty import acting
+from tests.helpers.activations import Activations
+from tests.helpers.collection import settle
+from tests.helpers.failing_steps import acting
+from tests.helpers.skip_layers import popping, stashing
+from tests.helpers.ways import MODES, SCHEDULES, Way, each_way, take_step
 from tests.layers import Apply
-from tests.settling import settle
-from tests.skips import popping, stashing
 
 pytestmark = pytest.mark.usefixtures("no_gc_in_module")
 

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.callers import Caller
-from tests.contract.ways import CALL, MODES, Way, each_way, piped, take_step
+from tests.helpers.caller_threads import Caller
+from tests.helpers.ways import CALL, MODES, Way, each_way, piped, take_step
 
 TOKENS = torch.arange(42).reshape(14, 3) % 8
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import pipert
 from pipert import Pipe
-from tests.contract.ways import MODES, grads_of, linear, same
+from tests.helpers.ways import MODES, grads_of, linear, same
 
 X = torch.rand(7, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 SCHEDULES = ["gpipe", "1f1b", "zb-h1"]

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipert import Pipe
-from tests.contract.ways import CALL, Way, batch, each_way, grads_of, linear, same, take_step
+from tests.helpers.ways import CALL, Way, batch, each_way, grads_of, linear, same, take_step
 
 half = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 loss_of: Any = F.mse_loss

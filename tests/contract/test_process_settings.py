@@ -15,8 +15,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import pipert
 from pipert import is_recomputing
-from tests.contexts import Block
-from tests.contract.ways import CALL, Way, linear, piped, take_step
+from tests.helpers.caller_settings import Block
+from tests.helpers.ways import CALL, Way, linear, piped, take_step
 from tests.layers import Apply
 
 

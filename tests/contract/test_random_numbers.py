@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.contract.ways import (
+from tests.helpers.ways import (
     CALL,
     MODES,
     Way,

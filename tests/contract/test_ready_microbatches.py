@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pipert import Pipe, pipeline
-from tests.contract.ways import MODES, grads_of, linear, mean
+from tests.helpers.ways import MODES, grads_of, linear, mean
 from tests.layers import Apply
 
 SHAPES = [(3, 2), (1, 5), (4, 1), (2, 2), (0, 3)]  # rows and length of each micro-batch

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pipert import NestedCheckpointError, Pipe, RecomputationError, is_recomputing, pipeline
 from pipert.schedules.plan import NAMED
-from tests.contract.ways import (
+from tests.helpers.ways import (
     CALL,
     MODES,
     SCHEDULES,

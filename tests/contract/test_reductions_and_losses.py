@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipert import Pipe
-from tests.contract.ways import (
+from tests.helpers.pipes import pipe_of
+from tests.helpers.ways import (
     MODES,
     Way,
     assert_equal,
@@ -27,7 +28,6 @@ from tests.contract.ways import (
     take_step,
     ways,
 )
-from tests.pipes import pipe_of
 
 # Reductions.
 

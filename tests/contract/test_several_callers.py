@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from pipert import Pipe, ReentrantCallError, is_recomputing
-from tests.activations import Activations
-from tests.callers import Caller
-from tests.contract.ways import CALL, MODES, SCHEDULES
 from tests.faults.injector import Custom, Failure
-from tests.faulty import acting
+from tests.helpers.activations import Activations
+from tests.helpers.caller_threads import Caller
+from tests.helpers.failing_steps import acting
+from tests.helpers.ways import CALL, MODES, SCHEDULES
 from tests.layers import Apply
 
 WAIT = 20.0  # s

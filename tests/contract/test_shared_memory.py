@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from pipert import Pipe
 from pipert.skip import pop, skippable, stash
-from tests.contract.ways import (
+from tests.helpers.ways import (
     Way,
     assert_equal,
     batch,

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from pipert.skip import pop, skippable
-from tests.contract.ways import (
+from tests.helpers.skip_layers import MODELS, Forward, p, s
+from tests.helpers.ways import (
     CALL,
     SCHEDULES,
     Way,
@@ -27,7 +28,6 @@ from tests.contract.ways import (
     take_step,
 )
 from tests.layers import Apply
-from tests.skips import MODELS, Forward, p, s
 
 BALANCES = [[7], [3, 4], [1, 2, 2, 2], [1, 5, 1], [1] * 7]
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from pipert import Pipe, RecomputationError, pipeline
-from tests.contract.ways import CALL, Way, piped, take_step
+from tests.helpers.ways import CALL, Way, piped, take_step
 from tests.layers import Apply
 
 Draw = Callable[[], float]

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipert import Pipe
-from tests.contract.ways import (
+from tests.helpers.ways import (
     CALL,
     SCHEDULES,
     Way,

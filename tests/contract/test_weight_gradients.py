@@ -19,8 +19,8 @@ from pipert import Pipe
 from pipert.autograd.leaves import leaves_behind
 from pipert.autograd.weight_gradients import Deferral
 from pipert.autograd.weight_uses import find_uses
-from tests.activations import Activations
-from tests.contract.ways import MODES, grads_of, linear, mean, same
+from tests.helpers.activations import Activations
+from tests.helpers.ways import MODES, grads_of, linear, mean, same
 
 ZB = ["zb-h1", "zb-h2"]
 

@@ -20,8 +20,8 @@ from pipert.observe.event import BACKWARD, COPY, FORWARD, RECOMPUTE, WAIT
 from pipert.timeline.timeline import Timeline
 from tests import simulated_gpus
 from tests.any_model.any_model_pipe import AnyModelPipe
+from tests.helpers.skip_layers import popping, stashing
 from tests.simulated_gpus.simulation import Simulation
-from tests.skips import popping, stashing
 
 pytestmark = [pytest.mark.cuda, pytest.mark.multi_gpu]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import pipert
-from tests.contract.ways import Way, each_way, grads_of, linear, same, take_step
+from tests.helpers.ways import Way, each_way, grads_of, linear, same, take_step
 
 pytestmark = [pytest.mark.cuda, pytest.mark.multi_gpu]
 

@@ -14,7 +14,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 import pipert
 from pipert import Pipe, _torch
 from pipert.autograd import engine
-from tests.contract.ways import CALL, MODES
+from tests.helpers.ways import CALL, MODES
 
 pytestmark = [pytest.mark.cuda, pytest.mark.multi_gpu]
 

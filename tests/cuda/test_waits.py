@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from pipert import Pipe
 from pipert.skip import Skippable, pop, skippable
 from tests.cuda.streams import own_streams
+from tests.helpers.skip_layers import popping, stashing
 from tests.layers import Apply
-from tests.skips import popping, stashing
 
 pytestmark = [pytest.mark.cuda, pytest.mark.multi_gpu]
 

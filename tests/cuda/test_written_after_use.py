@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from pipert import Pipe
 from tests.cuda.streams import own_streams, sleep
-from tests.test_tied import language_model
+from tests.pipe.test_tied import language_model
 
 pytestmark = [pytest.mark.cuda, pytest.mark.multi_gpu]
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipert import Observer, Pipe, TaskInfo
+from tests.helpers.skip_layers import popping, stashing
 from tests.simulated_gpus.simulation import Simulation
-from tests.skips import popping, stashing
 
 __all__ = ["DEVICES", "Started", "Tight", "until"]
 

@@ -1,4 +1,4 @@
-"""Tests the code of docs/several_machines.md on several ranks (tests/test_docs.py: on one)."""
+"""Tests the code of docs/several_machines.md on several ranks (test_docs.py: on one)."""
 
 from __future__ import annotations
 

@@ -18,11 +18,11 @@ from torch.utils._pytree import tree_map
 
 import pipert
 from pipert import distributed
+from tests.any_model.all_families import ZOO
 from tests.any_model.family import ROWS, Family, Made, library, own_loss
 from tests.any_model.piped import CHUNKS
 from tests.any_model.reference import detached, first_rows, reference
 from tests.any_model.same import tolerance_of
-from tests.any_model.zoo import ZOO
 from tests.distributed.launcher import in_sweep, run
 
 WITHOUT = {

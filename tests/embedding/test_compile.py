@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from pipert import Pipe, TransformError
-from tests import scripts
+from tests.helpers import scripts
 
 pytestmark = [
     pytest.mark.slow,  # the first compilation imports for seconds

@@ -24,7 +24,7 @@ from pipert.any_model.microbatch_forward import MicroBatchForward
 from pipert.layers.intercepted import here
 from pipert.skip import Skippable, pop, skippable, stash
 from pipert.workers.worker import WorkerThread
-from tests.activations import Activations, until
+from tests.helpers.activations import Activations, until
 
 ROWS = 2  # in a micro-batch
 

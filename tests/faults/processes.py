@@ -6,7 +6,7 @@ script's ``HOW`` says which.
 
 from __future__ import annotations
 
-from tests.test_exit import PRELUDE, run
+from tests.engine.test_exit import PRELUDE, run
 
 HOWS = ("call", "gpipe", "1f1b")
 

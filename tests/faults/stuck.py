@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from pipert import Pipe, PipelineTimeout, WorkerBusyError, is_recomputing
-from tests.activations import Activations, until
-from tests.faulty import acting
+from tests.helpers.activations import Activations, until
+from tests.helpers.failing_steps import acting
 
 WAIT = 20.0  # s, after which a wait counts as a hang
 SHORT = 0.05  # s, the timeout of a call that is meant to exceed it

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import pytest
 
+from tests.engine.test_exit import run
 from tests.faults.everywhere import strides, sweep
 from tests.faults.processes import STEP
-from tests.test_exit import run
 
 pytestmark = pytest.mark.slow
 

@@ -1,7 +1,7 @@
 """Tests P2 to P5 in the middle of a step: SIGTERM, exits and forks, each in its own process.
 
-The steps have recomputation, skips and deferred statistics. ``tests/test_exit.py`` and
-``tests/test_fork.py`` have what happens in plain forwards.
+The steps have recomputation, skips and deferred statistics. ``tests/engine/test_exit.py`` and
+``tests/engine/test_fork.py`` have what happens in plain forwards.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.activations import until
+from tests.helpers.activations import until
 
 # A service makes and warms up its model at its import; a layer imports the service.
 SERVICE = """

@@ -1,7 +1,7 @@
 """Tests R2 and R5: one or more Ctrl-C in a step with recomputation, skips and deferred statistics.
 
 A whole step that is interrupted has changed no ``.grad``, or all of them: it may have been just
-over. ``tests/test_exit.py`` has Ctrl-C in a forward, and an interrupt at any place of one call.
+over. ``tests/engine`` has Ctrl-C in a forward, and an interrupt at any place of one call.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import sys
 
 import pytest
 
+from tests.engine.test_exit import run
 from tests.faults.everywhere import strides, sweep
 from tests.faults.processes import HOWS, STEP, ends
-from tests.test_exit import run
 
 pytestmark = pytest.mark.slow
 

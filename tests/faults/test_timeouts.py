@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from pipert import Pipe, PipeClosedError, PipelineTimeout, WorkerBusyError
-from tests.activations import Activations, until
-from tests.callers import Caller
+from tests.engine.test_exit import run
 from tests.faults.stuck import SHORT, WAIT, WHERES, Stuck
-from tests.test_exit import run
+from tests.helpers.activations import Activations, until
+from tests.helpers.caller_threads import Caller
 
 MODES = ("always", "except_last", "never")
 

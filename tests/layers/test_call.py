@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import pipert
 from pipert import Pipe, RecomputationError, is_checkpointing, is_recomputing
+from tests.helpers.torchscript import uses_torchscript
 from tests.layers import Apply
-from tests.torchscript import uses_torchscript
 
 
 class Ask(nn.Module):

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from pipert import is_recomputing
+from tests.helpers.pipes import pipe_of_layers
+from tests.helpers.torchscript import uses_torchscript
 from tests.layers import Apply
-from tests.pipes import pipe_of_layers
-from tests.torchscript import uses_torchscript
 
 Function = Callable[[Tensor], Tensor]
 

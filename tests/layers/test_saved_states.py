@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.helpers.pipes import pipe_of_layers
 from tests.layers import Apply
-from tests.pipes import pipe_of_layers
 
 Function = Callable[[Tensor], Tensor]
 MODES = ["always", "except_last", "never"]

@@ -15,8 +15,8 @@ from pipert import PipelineTimeout
 from pipert.layers.default_generators import default_generator
 from pipert.layers.random_numbers import CPU, RunSeed, TaskRng
 from pipert.schedules.action import Action
+from tests.helpers.pipes import pipe_of_layers
 from tests.layers import Apply
-from tests.pipes import pipe_of_layers
 
 PATIENCE = 10.0  # s
 LOSS: dict[str, Any] = {"loss_fn": lambda y, _: y.sum(), "reduction": "sum"}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pipert.model.cuts import check_cuts, homes, homes_outside_of_layers, layers_of
-from tests.torchscript import uses_torchscript
+from tests.helpers.torchscript import uses_torchscript
 
 
 class Block(nn.Module):

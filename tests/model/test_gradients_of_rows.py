@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pipert import pipeline
 from pipert.pipes.base import PipeBase
-from tests.pipes import pipe_of_layers
+from tests.helpers.pipes import pipe_of_layers
 
 mse = nn.functional.mse_loss
 

@@ -13,7 +13,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from pipert import pipeline
 from pipert.pipes.base import PipeBase
-from tests.pipes import pipe_of_layers
+from tests.helpers.pipes import pipe_of_layers
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

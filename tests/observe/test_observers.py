@@ -25,11 +25,11 @@ from pipert import (
     Timeline,
     is_recomputing,
 )
-from tests.contract.ways import CALL, Way, batch, each_way, linear, piped, take_step
-from tests.faulty import acting
+from tests.helpers.event_log import Log
+from tests.helpers.failing_steps import acting
+from tests.helpers.pipes import pipe_of_layers as pipe_of
+from tests.helpers.ways import CALL, Way, batch, each_way, linear, piped, take_step
 from tests.layers import Apply
-from tests.observers import Log
-from tests.pipes import pipe_of_layers as pipe_of
 
 X = torch.arange(8.0).reshape(8, 1)
 

@@ -20,7 +20,7 @@ from pipert.balance.measure import Cost, joined, measure_all, once_for_equal, to
 from pipert.planning.candidate import bytes_of
 from pipert.planning.memory import peaks
 from pipert.schedules import plan
-from tests.activations import Activations
+from tests.helpers.activations import Activations
 
 CPUS = ["cpu"] * 2
 

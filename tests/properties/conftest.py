@@ -11,7 +11,7 @@ from pathlib import Path
 from hypothesis import HealthCheck, settings
 from hypothesis.configuration import set_hypothesis_home_dir
 
-from tests.own_thread import pytest_pyfunc_call
+from tests.helpers.own_thread import pytest_pyfunc_call
 
 __all__ = ["pytest_pyfunc_call"]
 

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from pipert.queues.closable import ClosableQueue
-from tests.wakeups import watch
+from tests.helpers.queue_waits import watch
 
 WAIT = 10.0  # s; what should happen at once is given up after it
 

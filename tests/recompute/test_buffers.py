@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pipert import Pipe, is_recomputing
 from pipert.recompute import snapshot
-from tests.contract.ways import CALL, Way, batch, grads_of, linear, mean, same, take_step
+from tests.helpers.ways import CALL, Way, batch, grads_of, linear, mean, same, take_step
 
 RECOMPUTING = [Way(schedule, "always") for schedule in (CALL, "gpipe", "1f1b")]
 each_way = pytest.mark.parametrize("way", RECOMPUTING, ids=["call", "gpipe", "1f1b"])

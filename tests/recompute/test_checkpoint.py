@@ -19,7 +19,7 @@ from pipert.layers.place import Place
 from pipert.recompute.effects import Effect, Effects
 from pipert.recompute.nodes import recompute_before
 from pipert.recompute.segment import Segments
-from tests.pipes import pipe_of_layers
+from tests.helpers.pipes import pipe_of_layers
 
 same = torch.testing.assert_close
 same(0, 0)  # the first call imports for half a second, which is no test's fault

@@ -14,7 +14,7 @@ from pipert import Pipe, RecomputationError, is_recomputing
 from pipert._torch import call_after_backward
 from pipert.recompute import effects
 from pipert.recompute.effects import Effects, sampled
-from tests.contract.ways import CALL, linear
+from tests.helpers.ways import CALL, linear
 
 SCHEDULES = [CALL, "gpipe", "1f1b"]
 schedules = pytest.mark.parametrize("schedule", SCHEDULES)

@@ -23,9 +23,9 @@ from pipert import (
     pipeline,
 )
 from pipert.recompute.segment import Segment
-from tests.contract.ways import Way, batch, grads_of, linear, mean, same, take_step
+from tests.helpers.skip_layers import popping, stashing
+from tests.helpers.ways import Way, batch, grads_of, linear, mean, same, take_step
 from tests.layers import Apply
-from tests.skips import popping, stashing
 
 # Layers count their calls, which is seen.
 pytestmark = pytest.mark.filterwarnings("ignore::pipert.SharedStateWarning")

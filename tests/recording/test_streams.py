@@ -1,6 +1,6 @@
 """Tests recordings between devices: copies there and back, and waits for them.
 
-Streams are faked (see ``tests/stages.py``), and moments are what was last asked of them.
+Streams are faked (``tests/helpers/driven_stages.py``), and moments are what was last asked of them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pipert import Event
 from pipert.observe import recording, run_trace
 from pipert.observe.event import COPY, WAIT
 from pipert.observe.recording import Recording
-from tests.stages import CPU, META, FakeStream, FakeStreams, run_between_devices
+from tests.helpers.driven_stages import CPU, META, FakeStream, FakeStreams, run_between_devices
 
 
 @pytest.fixture

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from pipert import Pipe
 from pipert.skip import Skippable, pop, skippable, stash
-from tests.contract.ways import MODES, batch, grads_of, linear, mean, same
+from tests.helpers.skip_layers import declaring
+from tests.helpers.ways import MODES, batch, grads_of, linear, mean, same
 from tests.layers import Apply
-from tests.skips import declaring
 
 PATIENCE = 10.0  # s
 TWO_EACH = ["cpu:0", "cpu:1", "cpu:0", "cpu:1"]

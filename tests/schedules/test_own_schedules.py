@@ -11,7 +11,7 @@ from torch import nn
 
 from pipert import Pipe
 from pipert.schedules import Action, one_f_one_b
-from tests.contract.ways import MODES, batch, grads_of, linear, mean, same
+from tests.helpers.ways import MODES, batch, grads_of, linear, mean, same
 
 Tick = list[Action]
 

@@ -5,6 +5,6 @@ So skips that a failed forward leaves in its thread's store cannot reach other t
 
 from __future__ import annotations
 
-from tests.own_thread import pytest_pyfunc_call
+from tests.helpers.own_thread import pytest_pyfunc_call
 
 __all__ = ["pytest_pyfunc_call"]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from pipert import Pipe
 from pipert.skip import Namespace, Skippable, pop, skippable, stash, verify_skippables
-from tests.skips import Forward
+from tests.helpers.skip_layers import Forward
 
 Copy = Callable[[Any], Any]
 

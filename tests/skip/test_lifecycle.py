@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 from pipert import Pipe, is_recomputing
 from pipert.skip import Skippable, pop, stash
-from tests.activations import Activations
-from tests.skips import declaring
-from tests.stages import Driven
+from tests.helpers.activations import Activations
+from tests.helpers.driven_stages import Driven
+from tests.helpers.skip_layers import declaring
 
 pytestmark = pytest.mark.usefixtures("no_gc_in_module")
 

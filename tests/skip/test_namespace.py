@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from pipert.skip import Namespace, Skippable, pop, skippable, stash
+from tests.helpers.skip_layers import Forward
 from tests.layers import Apply
-from tests.skips import Forward
 
 
 @skippable(stash=["a", "b"])

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from pipert import Pipe, RecomputationError, is_recomputing
 from pipert.skip import Namespace, Skippable, pop, skippable, stash
+from tests.helpers.pipes import pipe_of_layers as pipe_of
 from tests.layers import Apply
-from tests.pipes import pipe_of_layers as pipe_of
 
 Forward = Generator[Any, Any, Any]
 

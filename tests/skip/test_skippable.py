@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from pipert.skip import Namespace, Skippable, pop, skippable, stash
 from pipert.skip.store import current_store
+from tests.helpers.skip_layers import Forward, PopAdd, declaring
 from tests.layers import Apply
-from tests.skips import Forward, PopAdd, declaring
 
 
 def define() -> type[Any]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from pipert import Pipe
 from pipert.autograd import streams as stream
 from pipert.skip import Skippable, pop, stash
-from tests.skips import declaring
+from tests.helpers.skip_layers import declaring
 
 pytestmark = pytest.mark.cuda
 

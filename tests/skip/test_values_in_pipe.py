@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from pipert.skip import skippable, stash
-from tests.contract.ways import Way, assert_equal, each_way, same
+from tests.helpers.pipes import pipe_of
+from tests.helpers.skip_layers import Forward, identity, popping, stashing
+from tests.helpers.ways import Way, assert_equal, each_way, same
 from tests.layers import Apply
-from tests.pipes import pipe_of
-from tests.skips import Forward, identity, popping, stashing
 
 MODES = ["always", "except_last", "never"]
 modes = pytest.mark.parametrize("checkpoint", MODES)

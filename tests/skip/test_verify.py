@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pipert import Pipe
 from pipert.skip import Namespace, Skippable, pop, skippable, stash, verify_skippables
-from tests.skips import declaring
+from tests.helpers.skip_layers import declaring
 
 Forward = Generator[Any, Any, Any]
 

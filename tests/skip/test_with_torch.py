@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pipert.skip import pop, skippable, stash
-from tests.pipes import pipe_of
+from tests.helpers.pipes import pipe_of
 
 Forward = Generator[Any, Any, Any]
 

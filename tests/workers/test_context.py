@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from pipert import Pipe, TransformError, is_recomputing
-from tests.contexts import ONE, ROWS, VARIABLE, Block, Hooks, NoNegation, Row
-from tests.torchscript import uses_torchscript
+from tests.helpers.caller_settings import ONE, ROWS, VARIABLE, Block, Hooks, NoNegation, Row
+from tests.helpers.torchscript import uses_torchscript
 
 rows = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 rows_with_graph = pytest.mark.parametrize("row", ROWS[2:], ids=lambda row: row.name)

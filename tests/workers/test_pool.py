@@ -19,7 +19,7 @@ from pipert import Pipe, PipeClosedError
 from pipert.workers import pool as pool_module
 from pipert.workers.pool import Pool
 from pipert.workers.worker import WorkerThread
-from tests.settling import settle
+from tests.helpers.collection import settle
 from tests.workers.jobs import Job
 
 WAIT = 5.0  # s; what should happen at once is given up after it

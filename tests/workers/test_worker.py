@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from pipert import Pipe, PipeClosedError, WorkerDiedError
 from pipert.workers.pool import Pool
 from pipert.workers.worker import Activity, WorkerThread
-from tests.activations import until
+from tests.helpers.activations import until
 from tests.workers.jobs import Job
 
 WAIT = 5.0  # s; what should happen at once is given up after it

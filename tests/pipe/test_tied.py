@@ -24,9 +24,9 @@ from pipert.layers.parameter_copies import Weights, check_copied, weights_elsewh
 from pipert.model import split as partition_module
 from pipert.stage import assembly
 from pipert.stage.copies import Copies as StageCopies
-from tests.activations import until
-from tests.pipes import pipe_of
-from tests.torchscript import uses_torchscript
+from tests.helpers.activations import until
+from tests.helpers.pipes import pipe_of
+from tests.helpers.torchscript import uses_torchscript
 
 MODES = ["always", "except_last", "never"]
 TOKENS = torch.arange(24).reshape(8, 3) % 7

@@ -11,8 +11,8 @@ import sys
 
 import pytest
 
-from tests import scripts
 from tests.faults.everywhere import strides, sweep
+from tests.helpers import scripts
 
 pytestmark = pytest.mark.slow
 

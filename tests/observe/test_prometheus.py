@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from pipert import Pipe, PipelineTimeout
-from tests.activations import until
-from tests.callers import Caller
-from tests.contract.ways import CALL, Way, take_step
 from tests.faults.stuck import WAIT, WHERES, Stuck
+from tests.helpers.activations import until
+from tests.helpers.caller_threads import Caller
+from tests.helpers.ways import CALL, Way, take_step
 
 pytest.importorskip("prometheus_client", reason="the extra prometheus is not installed")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-SWITCHING = Path(__file__).parent / "switching"
+SWITCHING = Path(__file__).parents[1] / "switching"
 
 
 @pytest.mark.slow

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from pipert import Pipe, PipeClosedError, PipelineTimeout, ReentrantCallError, pipeline
 from pipert.engine.waiting import Waiting
-from tests.contract.ways import linear
+from tests.helpers.collection import settle
+from tests.helpers.ways import linear
 from tests.layers import Apply
-from tests.settling import settle
 
 N = 3
 MANY = 20

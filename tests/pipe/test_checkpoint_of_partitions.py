@@ -11,7 +11,7 @@ from torch import nn
 
 import pipert
 from pipert import Pipe
-from tests.contract.ways import grads_of, linear, mean, same
+from tests.helpers.ways import grads_of, linear, mean, same
 
 MODES = ["always", "never", "except_last"]
 SCHEDULES = ["call", "gpipe", "1f1b", "zb-h1"]

@@ -22,7 +22,7 @@ import pipert.skip
 import pipert.timeline
 from pipert import Pipe
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 OUTSIDE = [ROOT / "README.md", *(ROOT / f / "README.md" for f in ("examples", "benchmarks"))]
 PAGES = [*sorted(DOCS.glob("*.md")), *OUTSIDE]

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from pipert import _torch
-from tests import scripts
-from tests.test_architecture import FILES, imports_of
+from tests.helpers import scripts
+from tests.repository.test_architecture import FILES, imports_of
 
 SCRIPT = '''
 import builtins, json, os, sys, warnings

@@ -11,7 +11,7 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 PROGRAM = """
 from typing import NamedTuple
@@ -54,8 +54,9 @@ def collected(folder: Path, *options: str) -> dict[str, list[str]]:
     """Returns the cases of each test that pytest would run."""
     (folder / "test_program.py").write_text(PROGRAM)
     (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n    sweep\n    pairwise\n")
-    command = [sys.executable, "-m", "pytest", "-p", "tests.sweep", "-p", "no:cacheprovider", "-q",
-               "--collect-only", f"--rootdir={folder}", *options, str(folder)]  # fmt: skip
+    command = [sys.executable, "-m", "pytest", "-p", "tests.helpers.sweep", "-q",
+               "-p", "no:cacheprovider", "--collect-only", f"--rootdir={folder}",
+               *options, str(folder)]  # fmt: skip
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     found: dict[str, list[str]] = {}
     for line in done.stdout.splitlines():

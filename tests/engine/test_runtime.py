@@ -22,9 +22,9 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from pipert import Pipe, PipertError, is_recomputing
 from pipert.stage.run import Outcome
-from tests.activations import Activations
-from tests.callers import Caller
-from tests.failures import Failures
+from tests.helpers.activations import Activations
+from tests.helpers.caller_threads import Caller
+from tests.helpers.noted_failures import Failures
 
 TIMEOUT = 3.0  # s; how long anything here waits before it is taken for a hang
 

@@ -26,7 +26,7 @@ from pathlib import Path
 
 __all__ = ["run"]
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SECONDS = 50.0  # shorter than pytest's time limit, which would end the whole run
 
 NO_NUMPY = "ignore:Failed to initialize NumPy:UserWarning"  # torch works without NumPy

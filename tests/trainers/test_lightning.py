@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),
 ]
 
-PAGE = Path(__file__).parents[1] / "docs" / "fine_tuning.md"
+PAGE = Path(__file__).parents[2] / "docs" / "fine_tuning.md"
 CPUS, GPUS = ("cpu", "cpu", "cpu"), ("cuda:0", "cuda:1", "cuda:1")
 places = pytest.mark.parametrize("devices", [CPUS, pytest.param(GPUS, marks=pytest.mark.multi_gpu)])
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tests.settling import settle
+from tests.helpers.collection import settle
 
 __all__ = ["Activations", "until"]
 

@@ -6,7 +6,7 @@ Two marks say which cases run only with ``--sweep``:
     This test or case.
 ``pairwise``
     All cases of this test except some that contain each pair of values of its parameters
-    (``tests/pairwise.py``). A named tuple or a dataclass counts as its fields.
+    (``tests/helpers/pairwise.py``). A named tuple or a dataclass counts as its fields.
     ``pairwise(keep=...)`` takes a function from the parameters to whether a case always runs.
 
 A line at the end of each run says what was left out, and with which option it runs.
@@ -22,7 +22,7 @@ from zlib import crc32
 
 import pytest
 
-from tests.pairwise import pairwise
+from tests.helpers.pairwise import pairwise
 
 __all__ = ["pytest_addoption", "pytest_collection_modifyitems", "pytest_terminal_summary"]
 
