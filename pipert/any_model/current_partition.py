@@ -249,7 +249,6 @@ class CurrentPartition:
             and stage.layers.recomputes(layer.module)
         ):
             return call(*args, **kwargs)
-        stage.layers.refuse_replaced(layer.module)
         compute = partial(stage.layers.call_layer, self._i, layer.module, layer.name, call)
         drawing = self._rng.replay_from_here() if shared.draws else None
         return checkpointed_call(self._segments, layer.name, compute, drawing, args, kwargs)

@@ -36,23 +36,6 @@ def refuse(_: Any) -> Tensor:
     )
 
 
-def refuse_transform(error: RuntimeError) -> None:
-    """Replace torch's complaint about pipert's hooks by an error that says what to do.
-
-    Raises:
-        RecomputationError: ``error`` comes from ``torch.func``.
-    """
-    if str(error).startswith("torch.func.") and "saved tensor hooks" in str(error):
-        refused = RecomputationError(
-            "a layer used torch.func.grad, vjp, jacrev or hessian in a partition that is "
-            "recomputed, whose forward saves nothing; exempt it with pipert.never_recompute, or "
-            "use checkpoint='never'"
-        )
-        for note in getattr(error, "__notes__", ()):
-            refused.add_note(note)
-        raise refused from error
-
-
 def hooks_of_caller() -> Hooks:
     """Return the user's innermost saved-tensor hooks, skipping pipert's own.
 

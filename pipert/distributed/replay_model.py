@@ -242,7 +242,6 @@ class ReplayLayers:
         with drawing(event):
             if segments is None or not self.layers.recomputes(module):
                 return call(*args, **kwargs)
-            self.layers.refuse_replaced(module)
             compute = partial(self._checkpoint, i, segments, module, partial(drawing, event))
             if not has_hooks(module):
                 return compute(call, *args, **kwargs)

@@ -162,13 +162,7 @@ class Layers:
     def recomputes(self, layer: nn.Module) -> bool:
         """Whether ``layer``, maybe of another partition, is recomputed; if so, record it."""
         assert self._snapshot is not None
-        self._snapshot.add(layer)
-        return layer not in self._snapshot.exempt
-
-    def refuse_replaced(self, layer: nn.Module) -> None:
-        """Refuse a layer whose parameters are replaced by others while it is called."""
-        assert self._snapshot is not None
-        self._snapshot.refuse_replaced(layer)
+        return self._snapshot.recomputes(layer)
 
     def _replay(self, i: int, compute: Callable[[], None], on_worker: bool) -> None:
         """Compute ``R[i,j]``.

@@ -47,7 +47,6 @@ from pipert.autograd.hooks import (
     Hooks,
     hiding_partial_gradients,
     refuse,
-    refuse_transform,
     without_hooks,
 )
 from pipert.autograd.leaves import origins
@@ -233,11 +232,7 @@ class Segment:
         forget.hooks = self._group.hooks
         first = node_count()
         with torch.autograd.graph.saved_tensors_hooks(forget, self._take):
-            try:
-                y = compute(self._rebuild(inputs) if self._copies else value)
-            except RuntimeError as error:
-                refuse_transform(error)
-                raise
+            y = compute(self._rebuild(inputs) if self._copies else value)
         ys, rebuild = differentiable(y)
         nodes = range(first, node_count())
         self._saves = next(saves)

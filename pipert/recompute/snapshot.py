@@ -57,7 +57,7 @@ class Snapshot:
             self.add(layer)
 
     def add(self, layer: nn.Module) -> None:
-        """Record a layer, possibly of another partition, before its first call."""
+        """Record a layer before its first call."""
         if layer in self.buffers or layer in self.exempt:
             return
         parts = modules_of(layer)
@@ -73,14 +73,22 @@ class Snapshot:
         self._parameters += parameters
         self._versions += map(_version, parameters)
 
-    def refuse_replaced(self, layer: nn.Module) -> None:
-        """Refuse to call a layer if its parameters were replaced: ``R`` would use its own."""
+    def recomputes(self, layer: nn.Module) -> bool:
+        """Whether ``layer``, maybe of another partition, is recomputed; if so, record it.
+
+        Raises:
+            RuntimeError: its parameters are replaced while it is called; ``R`` would use its own.
+        """
+        self.add(layer)
+        if layer in self.exempt:
+            return False
         if not _are_there(self._places[layer]):
             raise RuntimeError(
                 "a layer is called with parameters in place of its own, as by "
                 "torch.func.functional_call, which are not there when it is recomputed; "
                 "exempt it with pipert.never_recompute, or use checkpoint='never'"
             )
+        return True
 
     def refuse_changes(self) -> None:
         """Refuse to recompute with other backward hooks, or with other or modified parameters."""
