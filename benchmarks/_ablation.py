@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from pipert import Pipe
 from pipert.autograd import order
 from pipert.autograd.streams import CopyStreams, compute_stream
+from pipert.skip.declarations import keys_of
 from pipert.skip.namespace import Key
-from pipert.skip.routes import keys_of
 from pipert.stage import call_boundary
 from pipert.stage.assembly import Layered
 

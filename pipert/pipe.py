@@ -22,7 +22,7 @@ from pipert.model.split import (
 )
 from pipert.pipes.base import PipeBase
 from pipert.schedules.plan import Schedule
-from pipert.skip.routes import keys_of, verify_skippables
+from pipert.skip.declarations import keys_of, verify_skippables
 from pipert.stage.assembly import Layered
 
 __all__ = ["Pipe"]

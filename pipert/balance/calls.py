@@ -57,7 +57,7 @@ from pipert.model.calls import (
 from pipert.model.devices import default_devices, parse_devices, where_tensors_are
 from pipert.model.settings import check_chunks
 from pipert.model.split import check_module
-from pipert.skip.routes import keys_of, verify_skippables
+from pipert.skip.declarations import keys_of, verify_skippables
 from pipert.skip.store import Carried, Skips
 
 

@@ -31,7 +31,7 @@ from pipert.layers.place import last_layer
 from pipert.model.settings import check_checkpoint, check_chunks
 from pipert.model.split import check_balance, check_module, require_balance, sequential, split
 from pipert.observe.event import Observer
-from pipert.skip.routes import keys_of, verify_skippables
+from pipert.skip.declarations import keys_of, verify_skippables
 from pipert.stage.loss import LossFunction, own_loss
 from pipert.stage.loss_checks import StepCall
 from pipert.status import Statistics

@@ -30,7 +30,7 @@ from pipert.distributed.replay_model import ReplayModel, cuts_of
 from pipert.layers.batchnorm import check_batch_norm
 from pipert.layers.intercepted import intercept, release
 from pipert.pipes.base import PipeBase
-from pipert.skip.routes import declarations
+from pipert.skip.declarations import declarations
 
 __all__ = ["ModulePipe", "pipeline"]
 

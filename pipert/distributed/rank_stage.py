@@ -118,8 +118,7 @@ class RankPartition:
     place: Place
     layers: Any
     stats: PartitionStats | None
-    keys: Mapping[int, Key]
-    """The skips that it stashes and pops, by numbers, as each rank makes its own namespaces."""
+    keys: Mapping[int, Key]  # of the skips that it stashes and pops
     shared: list[Shared] = field(default_factory=list)
 
     @property
@@ -137,11 +136,9 @@ class RankPartition:
 
     def compute(self, i: int, x: Value, shared: Sequence[Shared]) -> Value:
         """Compute a micro-batch from what has arrived, or is its input; return what leaves."""
-        passing: dict[Any, Any] = {}  # skips of other partitions, beside the layers
-        if isinstance(x, Carried):
-            x, passing = x
-        pairs = zip([*passing, None], shared, strict=False)
-        self.shared = [each for k, each in pairs if k is None or k in self.keys]
+        passing: dict[Any, Any] = x.skips if isinstance(x, Carried) else {}
+        x = x.value if isinstance(x, Carried) else x
+        self.shared = [s for k, s in zip((*passing, None), shared) if k is None or k in self.keys]
         skips = {self.keys[k]: passing.pop(k) for k in [*passing] if k in self.keys}
         segments = self.layers.segments(i) if i < self.batch.recomputed else None
         y = compute(self, i, segments, Carried(x, skips) if self.keys else x)

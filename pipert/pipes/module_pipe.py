@@ -26,7 +26,7 @@ from pipert.model.settings import OF_CALLS, check_timeout, refuse_keywords_of, r
 from pipert.model.split import Partition, move, place, sequential
 from pipert.pipes.base import PipeBase
 from pipert.schedules.plan import Schedule, recomputed_in_each
-from pipert.skip.routes import declarations
+from pipert.skip.declarations import declarations
 from pipert.stage.loss import own_loss
 from pipert.stage.loss_checks import StepCall
 

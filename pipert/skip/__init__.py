@@ -21,8 +21,8 @@ its gradient goes straight back.
 
 from __future__ import annotations
 
+from pipert.skip.declarations import verify_skippables
 from pipert.skip.namespace import Namespace
-from pipert.skip.routes import verify_skippables
 from pipert.skip.skippable import Skippable, pop, skippable, stash
 
 __all__ = ["Namespace", "Skippable", "pop", "skippable", "stash", "verify_skippables"]

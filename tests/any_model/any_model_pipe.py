@@ -9,7 +9,7 @@ from torch import nn
 
 from pipert.model.split import check_balance, check_module, require_balance, sequential
 from pipert.pipes.module_pipe import ModulePipe
-from pipert.skip.routes import declarations
+from pipert.skip.declarations import declarations
 
 __all__ = ["AnyModelPipe"]
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pipert import Pipe
 from pipert.skip import pop, skippable, stash
-from pipert.skip.routes import keys_of
+from pipert.skip.declarations import keys_of
 
 EVERY = [Components(*on) for on in itertools.product([True, False], repeat=3)]
 PLACES = [

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from pipert.recompute.effects import sampled
+from pipert.skip.declarations import keys_of
 from pipert.skip.namespace import Key
-from pipert.skip.routes import keys_of
 from pipert.skip.store import Store, of_task
 from tests.simulated_gpus.simulation import Simulation
 

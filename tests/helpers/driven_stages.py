@@ -20,7 +20,7 @@ from pipert.observe.recording import Recording
 from pipert.observe.run_trace import Trace
 from pipert.schedules.action import Action
 from pipert.schedules.plan import plan_call
-from pipert.skip.routes import keys_of
+from pipert.skip.declarations import keys_of
 from pipert.stage.assembly import Layered as Model
 from pipert.stage.assembly import assemble
 from pipert.stage.run import Run
