@@ -14,7 +14,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "finetune_ranks.py"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [[], ["--lora"]])
+@pytest.mark.parametrize("more", [pytest.param([], marks=pytest.mark.sweep), ["--lora"]])
 def test_two_ranks_train_and_save_what_one_process_loads(more: list[str]) -> None:
     if more:
         pytest.importorskip("peft")

@@ -78,6 +78,7 @@ def test_pairs_and_kept_cases_run_without_the_option(folder: Path) -> None:
     assert len(found["record"]) == 4 and found["record"] == found["same_record"]
 
 
+@pytest.mark.sweep
 def test_a_share_of_the_cases_left_out_runs(folder: Path) -> None:
     whole = collected(folder, "--sweep", "-m", "sweep")
     some = collected(folder, "--sweep", "--every", "2")
