@@ -321,7 +321,7 @@ get_object: Callable[[str], Any] = _needed("torch._C:_get_obj_in_tls")
 has_object: Callable[[str], bool] = _needed("torch._C:_is_key_in_tls")
 set_object: Callable[[str, Any], None] = _needed("torch._C:_stash_obj_in_tls")
 remove_object: Callable[[str], None] | None = _or(None, "torch._C:_remove_obj_from_tls")
-"""What ``autograd/thread_locals.py`` is made of; the last is new in torch 2.13."""
+"""What ``autograd/engine.py`` is made of; the last is new in torch 2.13."""
 
 # Profilers and names ------------------------------------------------------------------------------
 

@@ -10,8 +10,7 @@ from torch import nn
 from pipert._torch import HOOK_TABLES
 from pipert._typing import Device
 from pipert.layers.batchnorm import check_batch_norm
-from pipert.model.data_parallel import refuse_data_parallel
-from pipert.model.devices import devices_and_workers
+from pipert.model.devices import devices_and_workers, refuse_data_parallel
 from pipert.model.split import (
     check_balance,
     check_module,

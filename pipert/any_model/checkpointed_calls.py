@@ -18,8 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from pipert._typing import Value
-from pipert.any_model.map_tensors import in_same_object
-from pipert.batch.tensors import version
+from pipert.batch.tensors import in_same_object, version
 from pipert.batch.trees import CLOSED, ORDINARY, held_by
 from pipert.recompute.segment import Compute, Drawing, Segments
 

@@ -31,11 +31,9 @@ from pipert._torch import (
     transforms,
 )
 from pipert._typing import Value
-from pipert.any_model.boundary_tensors import BoundaryTensors
-from pipert.any_model.map_tensors import map_each, map_tensors
-from pipert.any_model.microbatch_graph import MicroBatchGraph
+from pipert.any_model.microbatch_graph import BoundaryTensors, MicroBatchGraph
 from pipert.any_model.tensor_copies import TensorCopies
-from pipert.batch.tensors import describe, tensors_of
+from pipert.batch.tensors import describe, map_each, map_tensors, tensors_of
 
 _METADATA = frozenset(
     getattr(Tensor, name).__get__

@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from pipert._torch import WithoutFunctions
-from pipert.any_model.map_tensors import map_each
-from pipert.batch.tensors import tensors_of, version
+from pipert.batch.tensors import map_each, tensors_of, version
 from pipert.layers.compiling import is_compiled
 from pipert.layers.parameter_copies import Substitute
 from pipert.layers.place import describe_layer

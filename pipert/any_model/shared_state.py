@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from pipert._torch import NormBase, WithoutFunctions, forward_pre_hooks
-from pipert.any_model.boundary_tensors import memory_of
+from pipert.any_model.microbatch_graph import memory_of
 from pipert.batch.tensors import version
 from pipert.errors import SharedStateWarning
 from pipert.layers.modules import modules_of

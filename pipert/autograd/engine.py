@@ -11,18 +11,95 @@ sum. Where function modes are on, or a leaf's class overrides torch functions,
 task, leaves included. The engine has a thread for each GPU, and the caller's is that of the CPU;
 a node of a slice assignment changes the table of the backward, which the others read without a
 lock. Tensors of several devices in a layer, and a call's ``loss.backward()``, are the user's.
+
+Objects of a thread are here, too, that torch hands on to the threads of a backward.
+
+The standard ways, context variables and ``threading.local``, end at the thread that starts a
+backward. The objects kept here follow it to the engine's threads, of which each GPU has one.
+
+Two rules hold for torch older than 2.13, and cost nothing elsewhere:
+
+1. Up to 2.11 torch takes a reference to an object without counting it, and drops it later. This is
+   measured at import; there each object is counted here first.
+2. Up to 2.12 nothing removes an object: ``None`` takes its place. A thread that ends takes the GIL
+   to drop what it holds, and aborts the process if that is exiting meanwhile, as it does without
+   pipert. So a process that exits waits until such threads are gone.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import ctypes
+import sys
+import threading
+import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import has_torch_function
 
+from pipert import _torch
 from pipert._torch import run_backward
+from pipert.errors import UnsupportedTorchError
+
+_AT_EXIT = 1.0  # s; a thread is gone within milliseconds of its last line of Python
+_holders: set[int] = set()
+"""The system's numbers, which it reuses, of the threads that were left with a ``None``."""
+
+
+def get_thread_local(key: str) -> Any:
+    """Return the object under ``key`` of this thread, or of the one whose backward it runs."""
+    return _torch.get_object(key) if _torch.has_object(key) else None
+
+
+def _set_counted(key: str, value: object) -> None:
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+    _torch.set_object(key, value)
+
+
+def _set_none(key: str) -> None:
+    _holders.add(threading.get_native_id())
+    set_thread_local(key, None)
+
+
+def _is_counted() -> bool:
+    """Whether torch counts its reference to an object."""
+    probe = object()
+    before = sys.getrefcount(probe)
+    _set_counted("pipert", probe)
+    return sys.getrefcount(probe) == before + 2
+
+
+@atexit.register  # before the pool registers its function, which ends workers: it is called first
+def _wait_for_holders() -> None:
+    running = {thread.native_id for thread in threading.enumerate()}
+    deadline = time.monotonic() + _AT_EXIT
+    for thread in _holders - running:
+        while _is_ending(thread) and time.monotonic() < deadline:
+            time.sleep(0.001)
+
+
+def _is_ending(thread: int) -> bool:
+    """Whether a thread without Python exists, other than the engine's, which never end."""
+    try:
+        name = Path(f"/proc/self/task/{thread}/comm").read_text()
+    except OSError:
+        return False
+    return not name.startswith("pt_autograd")
+
+
+if _torch.remove_object is not None:  # C alone: an interrupt cannot cut it short
+    set_thread_local, remove_thread_local = _torch.set_object, _torch.remove_object
+else:
+    set_thread_local, remove_thread_local = _set_counted, _set_none
+    with contextlib.suppress(UnsupportedTorchError):  # raised again when a pipe is made
+        if _is_counted():
+            set_thread_local = _torch.set_object
+        remove_thread_local("pipert")
 
 
 def differentiate(

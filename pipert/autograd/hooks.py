@@ -12,7 +12,7 @@ import torch.utils.checkpoint
 from torch import Tensor
 
 from pipert._torch import hooks_on_grad, pop_hooks, push_hooks, tensor_hooks, top_hooks
-from pipert.autograd.thread_locals import get_thread_local, remove_thread_local, set_thread_local
+from pipert.autograd.engine import get_thread_local, remove_thread_local, set_thread_local
 from pipert.errors import NestedCheckpointError, RecomputationError
 
 T = TypeVar("T")

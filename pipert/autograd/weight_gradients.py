@@ -10,22 +10,231 @@ refused.
 What arrives at a node is noted by a prehook, after all hooks on the tensor that it made. Hooks may
 run other backward passes through the same node: each is told by its number, and that of ``B[i,j]``
 by a node of its own, which no other executes.
+
+The uses of weights whose gradients may be put off are found in the graph of a task.
+
+:data:`.RULES` has the operations whose weight's gradient takes ``x`` and ``dy`` alone.
+
+A weight is put off if that is known to be the same:
+
+1. All of its uses behind the outputs are nodes in :data:`.RULES`, in graphs that no other backward
+   goes through. What is not known stays in ``B``.
+2. It is a leaf, behind nothing but transposes and the cast of autocast.
+3. It is an ordinary dense tensor on the device of its use, and gets a gradient of its own dtype.
+4. Nobody sees more than that: the node has no hooks of its own, and no saved-tensor hooks see its
+   input, which would unpack it twice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
-from pipert._torch import backward_id
+from pipert._torch import AccumulateGrad, backward_id, sequence_nr
 from pipert.autograd.engine import differentiate
 from pipert.autograd.leaves import Behind
-from pipert.autograd.weight_uses import WeightUse, find_uses
 from pipert.batch.tensors import alone, version, versions
+
+
+class LeafPath(NamedTuple):
+    """The way from a use of a weight, or of a bias, to the leaf."""
+
+    leaf: Tensor
+    edge: GradientEdge
+    """Where it begins."""
+    nodes: list[Node]
+    is_transposed: bool
+
+
+class WeightUse(NamedTuple):
+    """A use of a weight by a node."""
+
+    node: Any
+    weight: LeafPath
+    bias: LeafPath | None
+    """That of a bias that is put off, too."""
+    x: Tensor
+    """The input that the weight meets."""
+    compute: ToWeight
+
+
+def find_uses(behind: Behind, ends: Sequence[Node]) -> list[WeightUse]:
+    """Return the uses of all weights that may be put off, in the same order in each run.
+
+    Args:
+        behind: the graph, which has not been freed.
+        ends: the nodes at which its backward starts.
+
+    Raises:
+        RuntimeError: an input was changed in place.
+    """
+    nodes, shared = behind.nodes, set(behind.others)
+    known = [node for node in nodes if type(node).__name__ in RULES and node not in shared]
+    uses = [use for node in sorted(known, key=sequence_nr) if (use := _use_of(node)) is not None]
+    if not uses:
+        return []
+    total = _count_uses(uses, nodes, ends)
+    of_weights = Counter([id(use.weight.leaf) for use in uses])
+    uses = [use for use in uses if of_weights[id(use.weight.leaf)] == total[id(use.weight.leaf)]]
+    of_biases = Counter([id(use.bias.leaf) for use in uses if use.bias is not None])
+    return [
+        use if use.bias is None or of_biases[id(use.bias.leaf)] == total[id(use.bias.leaf)]
+        else use._replace(bias=None)
+        for use in uses
+    ]  # fmt: skip
+
+
+def _use_of(node: Any) -> WeightUse | None:
+    """Return the use of a weight by a known node, if it may be put off (rules 2 to 4)."""
+    rule, inputs = RULES[type(node).__name__], node.next_functions
+    weight = _way_to_leaf(*inputs[rule.place])
+    compute = None if weight is None else rule.make(node, weight.is_transposed, weight.leaf)
+    if weight is None or compute is None or not is_free_of_hooks(node):
+        return None
+    x = _saved_input(node, rule.saved, weight.leaf)
+    if x is None:
+        return None
+    bias = None if rule.bias is None else _way_to_leaf(*inputs[rule.bias])
+    if bias is not None and (bias.is_transposed or bias.leaf.device != x.device):
+        bias = None
+    return WeightUse(node, weight, bias, x, compute)
+
+
+def _count_uses(
+    uses: Sequence[WeightUse], nodes: Iterable[Node], ends: Iterable[Node]
+) -> Counter[int]:
+    """Count all uses behind ``ends`` of the leaves of ``uses``, by the id of the leaf."""
+    ways = [way for use in uses for way in (use.weight, use.bias) if way is not None]
+    owner = {node: id(way.leaf) for way in ways for node in way.nodes}
+    count = Counter([owner[end] for end in ends if end in owner])
+    for node in nodes:
+        if node not in owner:
+            for child, _ in node.next_functions:
+                if child in owner:
+                    count[owner[child]] += 1
+    return count
+
+
+def is_free_of_hooks(node: Any) -> bool:
+    """Whether nobody sees what ``node`` gets and returns."""
+    for handle in node.register_hook(_no_hook), node.register_prehook(_no_hook):
+        hooks = handle.hooks_dict_ref()
+        handle.remove()
+        if hooks:
+            return False
+    return True
+
+
+def _no_hook(*_: object) -> None:
+    pass
+
+
+def _way_to_leaf(node: Any, output: int) -> LeafPath | None:
+    edge, nodes, is_transposed = None, list[Node](), False
+    while node is not None:
+        edge = edge or GradientEdge(node, output)
+        nodes.append(node)
+        if type(node) is AccumulateGrad:
+            leaf = node.variable
+            return LeafPath(leaf, edge, nodes, is_transposed) if _is_ordinary(leaf) else None
+        name = type(node).__name__
+        if name == "TBackward0":
+            is_transposed = not is_transposed
+        elif name != "ToCopyBackward0":
+            return None
+        node = node.next_functions[0][0]
+    return None
+
+
+def _is_ordinary(leaf: Tensor) -> bool:
+    return (
+        type(leaf) in (Tensor, nn.Parameter)
+        and leaf.requires_grad
+        and leaf.layout == torch.strided
+        and leaf.grad_dtype in (None, leaf.dtype)
+    )
+
+
+def _saved_input(node: Any, name: str, weight: Tensor) -> Tensor | None:
+    """Return the input that ``node`` has saved; ``None`` if reading it runs hooks.
+
+    Raises:
+        RuntimeError: it was changed in place.
+    """
+    saved = getattr(node, f"_raw_saved_{name}", None)
+    if saved is None or saved.unpack_hook is not None:
+        return None
+    x = getattr(node, f"_saved_{name}").detach()
+    is_beside = type(x) in (Tensor, nn.Parameter) and x.device == weight.device
+    return x if is_beside and x.layout == torch.strided else None
+
+
+ToWeight = Callable[[Tensor, Tensor, bool], tuple[Tensor, ...]]
+"""Computes the gradient of a weight from the input and the gradient of one of its uses; if the
+flag is set, that of the bias as well."""
+
+
+class Rule(NamedTuple):
+    """The rule for the nodes of one operation."""
+
+    place: int
+    """The place of the weight among the inputs of the node."""
+    bias: int | None
+    """The place of a bias that is put off together with the weight."""
+    saved: str
+    """The name of the input that the weight meets, among what the node saves."""
+    make: Callable[[Any, bool, Tensor], ToWeight | None]
+    """Takes the node, whether the weight is transposed on the way, and the weight."""
+
+
+def _of_product(node: Any, is_transposed: bool, _: Tensor) -> ToWeight | None:
+    if getattr(node, "_saved_alpha", 1) != 1:
+        return None
+    return _transposed_product if is_transposed else _product
+
+
+def _product(x: Tensor, dy: Tensor, _: bool) -> tuple[Tensor, ...]:
+    return (x.mH @ dy,)
+
+
+def _transposed_product(x: Tensor, dy: Tensor, _: bool) -> tuple[Tensor, ...]:
+    """Compute the same, in the layout of the weight once it is transposed back."""
+    return ((dy.t() @ x.conj()).t(),)
+
+
+def _of_convolution(node: Any, is_transposed: bool, weight: Tensor) -> ToWeight | None:
+    if is_transposed:
+        return None
+    settings = [getattr(node, f"_saved_{name}", None) for name in _SETTINGS]
+    return None if None in settings else partial(_convolved, weight.detach(), settings)
+
+
+_SETTINGS = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
+
+
+def _convolved(
+    weight: Tensor, settings: list[Any], x: Tensor, dy: Tensor, has_bias: bool
+) -> tuple[Tensor, ...]:
+    w = weight if weight.dtype == x.dtype else torch.empty_like(weight, dtype=x.dtype)
+    _, of_weight, of_bias = torch.ops.aten.convolution_backward(
+        dy, x, w, [dy.shape[1]], *settings, [False, True, has_bias]
+    )
+    return (of_weight, of_bias) if has_bias else (of_weight,)
+
+
+RULES = {
+    "AddmmBackward0": Rule(2, None, "mat1", _of_product),
+    "MmBackward0": Rule(1, None, "self", _of_product),
+    # On CPU the gradient of the bias alone takes as long as with that of the weight.
+    "ConvolutionBackward0": Rule(1, 2, "input", _of_convolution),
+}
+"""By the name of a node. A node of another name computes all its gradients in ``B``."""
 
 
 class DeferredGradients:

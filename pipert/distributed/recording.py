@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from pipert._torch import FakeTensorMode, NormBase, plain_call, pytree
 from pipert._typing import Tensors
-from pipert.any_model.map_tensors import map_tensors
-from pipert.batch.tensors import tensors_of
+from pipert.batch.tensors import map_tensors, tensors_of
 from pipert.batch.trees import flatten
 from pipert.distributed.placeholders import (
     LACKS,

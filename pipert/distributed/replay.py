@@ -46,9 +46,8 @@ from torch.overrides import TorchFunctionMode
 from pipert._torch import function_modes, has_hooks, plain_call, storage_of
 from pipert._typing import Tensors
 from pipert.any_model.intercept import _METADATA
-from pipert.any_model.map_tensors import map_tensors
 from pipert.batch.microbatch import Arguments
-from pipert.batch.tensors import describe, tensors_of, version
+from pipert.batch.tensors import describe, map_tensors, tensors_of, version
 from pipert.batch.trees import flatten
 from pipert.distributed.placeholders import (
     CHANGES,

@@ -35,7 +35,7 @@ from pipert.errors import PipeClosedError, ReentrantCallError
 from pipert.layers.batchnorm import DeferredStats
 from pipert.layers.modules import compute_cached
 from pipert.layers.random_numbers import RunSeed, Turns, paused
-from pipert.model.data_parallel import refuse_data_parallel, refuse_gradients_of_rows
+from pipert.model.devices import refuse_data_parallel, refuse_gradients_of_rows
 from pipert.observe.run_trace import RunTrace, Trace
 from pipert.recompute.effects import Effects
 from pipert.schedules.action import RECOMPUTE

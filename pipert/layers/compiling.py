@@ -47,7 +47,7 @@ from pipert._torch import (
     watcher,
 )
 from pipert._typing import Value
-from pipert.autograd.thread_locals import get_thread_local, set_thread_local
+from pipert.autograd.engine import get_thread_local, set_thread_local
 from pipert.batch.tensors import differentiable, tensors_of
 from pipert.errors import TransformError
 from pipert.layers.intercepted import compiled_call

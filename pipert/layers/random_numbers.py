@@ -44,7 +44,7 @@ from pipert._torch import (
     has_hooks,
     have_modules_hooks,
 )
-from pipert.autograd.thread_locals import (
+from pipert.autograd.engine import (
     get_thread_local,
     remove_thread_local,
     set_thread_local,

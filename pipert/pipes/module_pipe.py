@@ -19,9 +19,8 @@ from pipert.batch.microbatch import explain_keywords
 from pipert.layers.batchnorm import check_batch_norm
 from pipert.model.calls import order_of_calls
 from pipert.model.cuts import check_cuts, homes, homes_outside_of_layers, layers_of
-from pipert.model.data_parallel import refuse_data_parallel
 from pipert.model.device_map import note_device_map
-from pipert.model.devices import devices_and_workers
+from pipert.model.devices import devices_and_workers, refuse_data_parallel
 from pipert.model.settings import OF_CALLS, check_timeout, refuse_keywords_of, refuse_misspelt
 from pipert.model.split import Partition, move, place, sequential
 from pipert.pipes.base import PipeBase

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from pipert.autograd.thread_locals import (
+from pipert.autograd.engine import (
     get_thread_local,
     remove_thread_local,
     set_thread_local,

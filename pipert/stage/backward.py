@@ -18,12 +18,11 @@ from pipert.autograd import order
 from pipert.autograd.engine import differentiate
 from pipert.autograd.hooks import hiding_partial_gradients
 from pipert.autograd.leaves import Behind, accumulators, is_in_python, leaves_behind
-from pipert.autograd.weight_gradients import Deferral
-from pipert.autograd.weight_uses import is_free_of_hooks
+from pipert.autograd.weight_gradients import Deferral, is_free_of_hooks
 from pipert.batch.tensors import alone
 from pipert.errors import NestedCheckpointError
 from pipert.stage.gradients import Gradients as Sums
-from pipert.stage.ledger import PartitionGraph
+from pipert.stage.links import PartitionGraph
 from pipert.stage.stage import Stage
 from pipert.stage.step_boundary import StepBoundary
 from pipert.workers.context import NOTHING

@@ -16,7 +16,7 @@ from pipert.batch.tensors import differentiable
 from pipert.layers.place import Place
 from pipert.layers.random_numbers import RunSeed
 from pipert.stage.gradients import Arriving, Gradients, delivery, gathered
-from pipert.stage.ledger import Ledger
+from pipert.stage.links import Ledger
 from pipert.stage.loss import Loss
 
 

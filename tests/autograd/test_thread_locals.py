@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from pipert.autograd.thread_locals import (
+from pipert.autograd.engine import (
     get_thread_local,
     remove_thread_local,
     set_thread_local,

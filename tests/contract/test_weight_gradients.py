@@ -17,8 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import pipert
 from pipert import Pipe
 from pipert.autograd.leaves import leaves_behind
-from pipert.autograd.weight_gradients import Deferral
-from pipert.autograd.weight_uses import find_uses
+from pipert.autograd.weight_gradients import Deferral, find_uses
 from tests.helpers.activations import Activations
 from tests.helpers.ways import MODES, grads_of, linear, mean, same
 
@@ -212,7 +211,7 @@ def _failing() -> Iterator[None]:
 
     refused = pytest.raises(ValueError, match="no memory")
     with pytest.MonkeyPatch.context() as patch, refused as found:
-        patch.setattr("pipert.autograd.weight_uses._transposed_product", fail)
+        patch.setattr("pipert.autograd.weight_gradients._transposed_product", fail)
         yield
     assert any("weight gradient W[0," in note for note in found.value.__notes__)
 
