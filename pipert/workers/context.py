@@ -153,7 +153,8 @@ class Block:
             set_own_threads(self._threads)
         if self._others is not None:
             with contextlib.ExitStack() as stack:
-                stack.enter_context(current_streams(self._streams))
+                if self._streams:  # a stack whose block fails as it ends leaves a cycle of frames
+                    stack.enter_context(current_streams(self._streams))
                 for block in self._others():
                     stack.enter_context(block)
                 self._entered = stack.pop_all()
@@ -176,9 +177,6 @@ Autocast = tuple[bool, tuple[tuple[bool, torch.dtype], ...]]
 @contextlib.contextmanager
 def current_streams(streams: Sequence[torch.cuda.Stream]) -> Iterator[None]:
     """Make these the current streams of their devices."""
-    if not streams:
-        yield
-        return
     device = torch.cuda.current_device()
     before = [torch.cuda.current_stream(stream.device) for stream in streams]
     _set_streams(streams, device)

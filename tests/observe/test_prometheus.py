@@ -147,6 +147,7 @@ def test_metrics_have_the_documented_names(pipe: Pipe, registry: CollectorRegist
 # The life of a pipe
 
 
+@pytest.mark.layered  # a pipeline goes with the collection of its cycles
 def test_a_dropped_pipe_ends_its_threads_and_disappears(
     metrics: PipeMetrics, registry: CollectorRegistry
 ) -> None:
