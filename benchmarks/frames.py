@@ -37,7 +37,7 @@ BARS = {("call", "never", "F"): (34, 7), ("call", "always", "F"): (65, 7)}
 """The most Python calls and frames permitted."""
 
 PACKAGE = str(Path(pipert.__file__).parent)
-MINI_BATCHES = {"call": (360, 42), "1f1b": (700, 49), "any model": (2070, 73)}
+MINI_BATCHES = {"call": (345, 41), "1f1b": (690, 46), "any model": (1950, 65)}
 """The most calls and files permitted in a mini-batch of three micro-batches in two partitions: in a
 call, in a step without recomputation, in a step of any model in which all is recomputed."""
 

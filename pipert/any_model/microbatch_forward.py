@@ -53,7 +53,7 @@ from pipert.any_model.hand_off import POLL, HandOff
 from pipert.autograd.hooks import checkpoint_around
 from pipert.batch.microbatch import Arguments, explain_mapping
 from pipert.errors import NestedCheckpointError, PipeClosedError, PipertError, add_note
-from pipert.layers.intercepted import here
+from pipert.layers.intercepted import current_thread
 from pipert.queues.closable import Once
 from pipert.queues.locks import Latch
 from pipert.recompute.public import begin_microbatch, end_microbatch
@@ -154,7 +154,7 @@ class MicroBatchForward:
 
     def _run(self, stage: Stage) -> Value:
         x, self._x = self._x, None
-        here.interceptor, here.around = self, self._layers.around
+        current_thread.interceptor, current_thread.around = self, self._layers.around
         begin_microbatch(self.i)
         try:
             return self._current.run(stage, self._forward, x)
@@ -167,7 +167,7 @@ class MicroBatchForward:
             raise
         finally:
             end_microbatch()
-            here.interceptor, here.around = None, ()
+            current_thread.interceptor, current_thread.around = None, ()
 
     def _forward(self, x: Value) -> Value:
         """Call the model, go on to the last partition, and return the output."""

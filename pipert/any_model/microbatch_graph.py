@@ -34,7 +34,7 @@ from torch.autograd.graph import Node
 from pipert._torch import base_of, is_wrapped, node_count, sequence_nr, storage_of, tensor_hooks
 from pipert._typing import Tensors, Value
 from pipert.autograd import order
-from pipert.autograd.leaves import Behind, leaves_behind
+from pipert.autograd.leaves import Reachable, find_leaves
 from pipert.autograd.order import ENTERED
 from pipert.batch.tensors import differentiable, version
 from pipert.stage.links import Ledger
@@ -166,7 +166,7 @@ class MicroBatchGraph:
         self.j, self.first = j, node_count()
         start = next(iter(self._numbers.values())).start if self._numbers else self.first
         self.earlier = range(start, self.first)
-        self._ledger.graphs[self._i, j].look_behind = partial(self._look_behind, j)
+        self._ledger.graphs[self._i, j].find_reachable = partial(self._find_reachable, j)
 
     def end(self) -> None:
         """End the partition."""
@@ -191,7 +191,7 @@ class MicroBatchGraph:
         entered[0].grad_fn.mark = self._mark  # type: ignore[union-attr]
         return entered
 
-    def _look_behind(self, j: int, ends: list[Node]) -> Behind:
+    def _find_reachable(self, j: int, ends: list[Node]) -> Reachable:
         """Return what is behind the ends of partition ``j``.
 
         Raises:
@@ -199,13 +199,13 @@ class MicroBatchGraph:
                 compiled code, a transform, an object or a closure. The graph is not cut there, and
                 leads into that of an earlier partition, or of another micro-batch or call.
         """
-        behind = leaves_behind(ends, [order.ENTRANCE], self._numbers[j])
-        is_entrance = map(is_, map(type, behind.nodes), repeat(ENTERED))
-        for node in compress(behind.nodes, is_entrance):
+        reachable = find_leaves(ends, [order.ENTRANCE], self._numbers[j])
+        is_entrance = map(is_, map(type, reachable.nodes), repeat(ENTERED))
+        for node in compress(reachable.nodes, is_entrance):
             if getattr(node, "mark", self._mark) is not self._mark:
                 raise RuntimeError(_KEPT)
         earlier = range(next(iter(self._numbers.values())).start, self._numbers[j].start)
-        if any(sequence_nr(node) in earlier for node in behind.others):
+        if any(sequence_nr(node) in earlier for node in reachable.others):
             raise RuntimeError(
                 "a partition uses a tensor that an earlier one has made, where a step of a pipe "
                 "does not see it (in a custom autograd function, in compiled code, in a transform "
@@ -213,7 +213,7 @@ class MicroBatchGraph:
                 "tensor.clone(), or the tensor itself, or register the object's class "
                 "(torch.utils._pytree.register_dataclass), or call the pipe and loss.backward()"
             )
-        return behind
+        return reachable
 
     def refuse_going_back(self, outputs: Tensors, inputs: Tensors, brought: Tensors) -> None:
         """Refuse ``torch.autograd.grad`` that leads through an earlier partition (forces, say).
@@ -227,12 +227,13 @@ class MicroBatchGraph:
             brought: the boundary tensors that take their places, or themselves.
         """
         graphs = [self._ledger.graphs[self._i, j] for j in (*self._numbers, self.j)]
-        cut = {c.entered.node: c.left for graph in graphs for c in graph.entered}
+        entered = [crossing for graph in graphs for crossing in graph.entered]
+        cut = {each.entered.node: each.left for each in entered if each.left is not None}
         wanted = set(_nodes(inputs))
-        behind = leaves_behind(_nodes(outputs), stop=_nodes(brought))
-        while ends := [edge.node for node in behind.nodes if (edge := cut.get(node)) is not None]:
-            behind = leaves_behind(ends, stop=())
-            if not wanted.isdisjoint((*behind.nodes, *_nodes(behind.leaves))):
+        reachable = find_leaves(_nodes(outputs), stop=_nodes(brought))
+        while ends := [cut[node].node for node in reachable.nodes if node in cut]:
+            reachable = find_leaves(ends, stop=())
+            if not wanted.isdisjoint((*reachable.nodes, *_nodes(reachable.leaves))):
                 raise RuntimeError(
                     "torch.autograd.grad or backward in a model's own code goes back into an "
                     "earlier partition, or to the inputs of the model, which a step of a pipe can "

@@ -37,12 +37,19 @@ from pipert._typing import Value
 from pipert.any_model.added_losses import LossesAddUp
 from pipert.batch.microbatch import Replicate
 from pipert.batch.tensors import describe, tensors_of
-from pipert.layers.intercepted import Guest, calls_of, here, intercept, is_unseen, release
+from pipert.layers.intercepted import (
+    NotCopied,
+    calls_of,
+    current_thread,
+    intercept,
+    is_unseen,
+    release,
+)
 
 _routed: WeakKeyDictionary[nn.Module, weakref.ref[Routed]] = WeakKeyDictionary()
 
 
-class Routed(Guest):
+class Routed(NotCopied):
     """The ``forward`` of a model in a pipe.
 
     Args:
@@ -63,7 +70,7 @@ class Routed(Guest):
         _routed[module] = weakref.ref(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling():  # as in ``Calls``
+        if torch.compiler.is_dynamo_compiling():  # as in ``InterceptedCalls``
             disable: Any = torch.compiler.disable
             return disable(self.__call__)(*args, **kwargs)
         if self.is_outside():
@@ -102,9 +109,9 @@ class Routed(Guest):
         it a checkpoint that repeats the call in a backward.
         """
         pipe = self._pipe
-        if pipe is None or pipe.is_inside() or here.is_trial or backward_id() >= 0:
+        if pipe is None or pipe.is_inside() or current_thread.is_trial or backward_id() >= 0:
             return False
-        return self._module not in here.around
+        return self._module not in current_thread.around
 
     def send(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Call the module through its pipe; ``call`` calls it for each micro-batch."""

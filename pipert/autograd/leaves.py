@@ -62,7 +62,7 @@ def is_cast_of_leaf(node: Any) -> bool:
     return type(child) is AccumulateGrad
 
 
-class Behind(NamedTuple):
+class Reachable(NamedTuple):
     """What a backward from the ends of graphs would reach."""
 
     leaves: list[Tensor]
@@ -72,12 +72,12 @@ class Behind(NamedTuple):
     """All nodes that were found, except those of leaves."""
 
 
-def leaves_behind(
+def find_leaves(
     ends: Iterable[Node],
     known: Iterable[Tensor] = (),
     ours: range | None = None,
     stop: Iterable[Node] = (),
-) -> Behind:
+) -> Reachable:
     """Returns the leaves of the graphs with these ``ends``, except the ``known`` ones.
 
     They are not only parameters of layers: a layer may train a tensor that it keeps to itself.
@@ -108,7 +108,7 @@ def leaves_behind(
     for leaf in known:
         leaves.pop(id(leaf), None)
     trained = [leaf for leaf in leaves.values() if leaf.requires_grad]
-    return Behind(trained, others, found)
+    return Reachable(trained, others, found)
 
 
 _node: Callable[[Any], Any] = itemgetter(0)  # of an edge
@@ -143,20 +143,20 @@ def origins(
     begins = {*begins, *of_copies}
     stops = set(map(_node, begins))
     ends = [(y.grad_fn, y.output_nr) for y in ys if y.grad_fn is not None]
-    behind = leaves_behind(filterfalse(stops.__contains__, map(_node, ends)), (), made, stops)
+    reachable = find_leaves(filterfalse(stops.__contains__, map(_node, ends)), (), made, stops)
     # Another thread's node may have a number of the task's. The pair is right as well: it
     # differentiates all that it computes again.
-    if behind.others:
+    if reachable.others:
         return None
-    leaves = behind.leaves
+    leaves = reachable.leaves
     if of_copies or {*map(len, map(outputs_of, stops))} - {1}:  # another output may be used as well
-        edges = {*ends, *chain.from_iterable(map(_next_functions, behind.nodes))}
+        edges = {*ends, *chain.from_iterable(map(_next_functions, reachable.nodes))}
         if any(edge[0] in stops and edge not in begins for edge in edges):
             return None
         leaves += [copy for edge, copy in of_copies.items() if edge in edges]
     if len(ends) < len(ys):
         leaves = list({id(x): x for x in (*(y for y in ys if y.is_leaf), *leaves)}.values())
-    kinds = set(map(type, behind.nodes))
+    kinds = set(map(type, reachable.nodes))
     has_functions = is_in_python(kinds)
     if has_functions:
         is_reentrant = any(kind.__name__ == _REENTRANT for kind in kinds)

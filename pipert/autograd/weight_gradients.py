@@ -38,7 +38,7 @@ from torch.autograd.graph import GradientEdge, Node
 
 from pipert._torch import AccumulateGrad, backward_id, sequence_nr
 from pipert.autograd.engine import differentiate
-from pipert.autograd.leaves import Behind
+from pipert.autograd.leaves import Reachable
 from pipert.batch.tensors import alone, version, versions
 
 
@@ -64,7 +64,7 @@ class WeightUse(NamedTuple):
     compute: ToWeight
 
 
-def find_uses(behind: Behind, ends: Sequence[Node]) -> list[WeightUse]:
+def find_uses(reachable: Reachable, ends: Sequence[Node]) -> list[WeightUse]:
     """Return the uses of all weights that may be put off, in the same order in each run.
 
     Args:
@@ -74,7 +74,7 @@ def find_uses(behind: Behind, ends: Sequence[Node]) -> list[WeightUse]:
     Raises:
         RuntimeError: an input was changed in place.
     """
-    nodes, shared = behind.nodes, set(behind.others)
+    nodes, shared = reachable.nodes, set(reachable.others)
     known = [node for node in nodes if type(node).__name__ in RULES and node not in shared]
     uses = [use for node in sorted(known, key=sequence_nr) if (use := _use_of(node)) is not None]
     if not uses:
@@ -180,7 +180,7 @@ ToWeight = Callable[[Tensor, Tensor, bool], tuple[Tensor, ...]]
 flag is set, that of the bias as well."""
 
 
-class Rule(NamedTuple):
+class WeightRule(NamedTuple):
     """The rule for the nodes of one operation."""
 
     place: int
@@ -229,10 +229,10 @@ def _convolved(
 
 
 RULES = {
-    "AddmmBackward0": Rule(2, None, "mat1", _of_product),
-    "MmBackward0": Rule(1, None, "self", _of_product),
+    "AddmmBackward0": WeightRule(2, None, "mat1", _of_product),
+    "MmBackward0": WeightRule(1, None, "self", _of_product),
     # On CPU the gradient of the bias alone takes as long as with that of the weight.
-    "ConvolutionBackward0": Rule(1, 2, "input", _of_convolution),
+    "ConvolutionBackward0": WeightRule(1, 2, "input", _of_convolution),
 }
 """By the name of a node. A node of another name computes all its gradients in ``B``."""
 
@@ -294,7 +294,7 @@ def _kept(tensor: Tensor | None) -> tuple[Tensor, int] | None:
     return tensor, version(tensor)
 
 
-class Deferral:
+class WeightDeferral:
     """What one backward puts off.
 
     Args:
@@ -302,11 +302,11 @@ class Deferral:
         ends: the nodes at which its backward starts.
     """
 
-    def __init__(self, behind: Behind, ends: Sequence[Node]) -> None:
-        uses = find_uses(behind, ends)
+    def __init__(self, reachable: Reachable, ends: Sequence[Node]) -> None:
+        uses = find_uses(reachable, ends)
         self._later = list(map(DeferredGradients, uses))
         put_off = {id(leaf) for later in self._later for leaf in later.leaves}
-        self.leaves = [leaf for leaf in behind.leaves if id(leaf) not in put_off]
+        self.leaves = [leaf for leaf in reachable.leaves if id(leaf) not in put_off]
         """The leaves that are left."""
         self._nodes = [GradientEdge(use.node, 0) for use in uses]
         self._number: int | None = None

@@ -32,9 +32,9 @@ from torch import Tensor, nn
 from pipert._typing import Device, Value
 from pipert.autograd.hooks import checkpoint_around, without_hooks
 from pipert.balance.measure import (
-    Call,
     Cost,
     Measure,
+    MeasuredCall,
     Sizes,
     Storages,
     collecting_saved,
@@ -71,7 +71,7 @@ class _Round:
         """Return what was measured, and a detached copy of the output."""
         try:
             copied = copy_of(layer, self.device)
-            one = Call(layer, copied, self.device, inputs, self.storages)
+            one = MeasuredCall(layer, copied, self.device, inputs, self.storages)
             found, output = self._measure(one)
         except Exception as error:
             error.add_note(f"while layer {name!r} ({type(layer).__qualname__}) was measured")

@@ -26,9 +26,9 @@ from pipert._torch import weak_storage
 from pipert._typing import Value
 from pipert.any_model.checkpointed_calls import objects_in, refuse_changes
 from pipert.autograd.engine import differentiate
-from pipert.autograd.leaves import leaves_behind
+from pipert.autograd.leaves import find_leaves
 from pipert.autograd.order import edge_of
-from pipert.autograd.weight_gradients import Deferral, DeferredGradients, compute_deferred
+from pipert.autograd.weight_gradients import DeferredGradients, WeightDeferral, compute_deferred
 from pipert.batch.tensors import differentiable, tensors_of
 from pipert.model.calls import settled
 from pipert.skip.store import Carried, Store, of_task, parts_of
@@ -149,7 +149,7 @@ class Storages:
         return int(known.cdata)
 
 
-class Call(NamedTuple):
+class MeasuredCall(NamedTuple):
     """One call of a layer, to be measured."""
 
     original: nn.Module
@@ -201,7 +201,7 @@ def _settings(module: nn.Module) -> Iterator[tuple[str, str]]:
             yield name, str((value.shape, value.dtype)) if is_tensor else repr(value)
 
 
-Measure = Callable[[Call], tuple[Cost, Carried]]
+Measure = Callable[[MeasuredCall], tuple[Cost, Carried]]
 """Returns the cost of a call, and its output."""
 
 
@@ -209,7 +209,7 @@ def once_for_equal(measure: Measure) -> Measure:
     """Return ``measure`` for layers unlike those before; of equal ones only sizes are counted."""
     known = dict[Hashable, Cost]()
 
-    def measured(call: Call) -> tuple[Cost, Carried]:
+    def measured(call: MeasuredCall) -> tuple[Cost, Carried]:
         kind = call.kind
         if kind not in known:
             known[kind], output = measure(call)
@@ -232,7 +232,7 @@ def repeated(measure: Callable[[], Sequence[Cost]], timeout: float) -> list[floa
     return [cost.seconds for cost in medians(rounds)]
 
 
-def time_once(call: Call) -> tuple[Cost, Carried]:
+def time_once(call: MeasuredCall) -> tuple[Cost, Carried]:
     """Measure times, computing once: arguments may remember it, as a cache of keys does."""
     leaves, inputs = call.fresh_inputs()
     output, forward = _timed(call.device, partial(call.forward, inputs))
@@ -248,7 +248,7 @@ def time_once(call: Call) -> tuple[Cost, Carried]:
     return Cost(forward, backward, kind=call.kind), output
 
 
-def time_warm(call: Call) -> tuple[Cost, Carried]:
+def time_warm(call: MeasuredCall) -> tuple[Cost, Carried]:
     """Measure times, after a first time to warm up."""
     time_once(call)
     return time_once(call)
@@ -259,7 +259,7 @@ def _roots(output: Carried) -> list[Tensor]:
     return [root for part in parts_of(output) for root in differentiable(part)[0]]
 
 
-def measure_sizes(call: Call) -> tuple[Cost, Carried]:
+def measure_sizes(call: MeasuredCall) -> tuple[Cost, Carried]:
     """Count what a forward takes, makes and saves."""
     (_, inputs), saved, sizes = call.fresh_inputs(), list[Tensor](), call.storages.sizes
     with collecting_saved(saved):
@@ -275,7 +275,7 @@ def measure_sizes(call: Call) -> tuple[Cost, Carried]:
     return cost, output
 
 
-def measure_all(call: Call) -> tuple[Cost, Carried]:
+def measure_all(call: MeasuredCall) -> tuple[Cost, Carried]:
     """Measure times and sizes.
 
     Raises:
@@ -291,7 +291,7 @@ def measure_all(call: Call) -> tuple[Cost, Carried]:
     return cost._replace(**found), output
 
 
-def _time_deferred(call: Call) -> Cost:
+def _time_deferred(call: MeasuredCall) -> Cost:
     """Measure times, also of gradients that are deferred, and count what these need."""
     cost, _ = time_once(call)
     leaves, inputs = call.fresh_inputs()
@@ -313,7 +313,7 @@ def _defer(
     """Differentiate a layer, except for the gradients that can be deferred; return these."""
     edges = [edge_of(root) for root in roots]
     nodes = [edge.node for edge in edges]
-    put_off = Deferral(leaves_behind(nodes), nodes)
+    put_off = WeightDeferral(find_leaves(nodes), nodes)
     wanted = [*differentiable(inputs)[0], *put_off.leaves]
 
     def run(wanted: Sequence[Any], ys: Sequence[Any], dys: Sequence[Tensor]) -> Any:

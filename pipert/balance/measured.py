@@ -11,8 +11,8 @@ from pipert._typing import Device, Value
 from pipert.balance.by_cost import balance_by_cost, check_partitions, minimise_longest_block
 from pipert.balance.calls import measure_layers, micro_batches
 from pipert.balance.measure import (
-    Call,
     Cost,
+    MeasuredCall,
     counting,
     measure_sizes,
     repeated,
@@ -176,7 +176,7 @@ def layer_sizes(
     """
     popped = list[int]()
 
-    def measure(call: Call) -> tuple[Cost, Carried]:
+    def measure(call: MeasuredCall) -> tuple[Cost, Carried]:
         popped.append(total(call.storages.sizes(call.inputs.skips)))
         return measure_sizes(call)
 

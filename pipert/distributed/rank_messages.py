@@ -190,7 +190,7 @@ class Agreement:
         return bytes(data)
 
 
-class Site:
+class RankPlace:
     """The ranks that train a model, and this rank's place among them. Made by all of them together.
 
     Raises:

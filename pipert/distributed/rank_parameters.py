@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
 from pipert._torch import hooks_on_grad, tensor_hooks
-from pipert.distributed.rank_messages import Site, transfers
+from pipert.distributed.rank_messages import RankPlace, transfers
 from pipert.model.split import sequential
 
 __all__ = ["empty_parameters"]
@@ -238,7 +238,7 @@ class TiedParameter(NamedTuple):
         return self.ranks[0] == dist.get_rank()
 
 
-def tie(shared: SharedParameters, site: Site) -> list[TiedParameter]:
+def tie(shared: SharedParameters, site: RankPlace) -> list[TiedParameter]:
     """Return this rank's shared parameters, once all copies have the first rank's values."""
     numbered = [TiedParameter(*pair, number) for number, pair in enumerate(shared)]
     tied = [one for one in numbered if dist.get_rank() in one.ranks]
@@ -316,7 +316,7 @@ def _exchange(tensor: Tensor, ranks: Sequence[int], group: dist.ProcessGroup) ->
     return parts
 
 
-def norm_of_all(grads: Sequence[Tensor], norm_type: float, site: Site) -> Tensor:
+def norm_of_all(grads: Sequence[Tensor], norm_type: float, site: RankPlace) -> Tensor:
     """Return the norm of this rank's gradients together with those of other ranks.
 
     Each rank gets the norms of all and combines them, since a maximum over gloo may lose a NaN.

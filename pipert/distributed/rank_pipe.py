@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pipert._torch import NormBase, refuse_unsupported
 from pipert._typing import Device, Value
-from pipert.distributed.rank_messages import Site
+from pipert.distributed.rank_messages import RankPlace
 from pipert.distributed.rank_parameters import SharedParameters, check_tied, norm_of_all, tie
 from pipert.distributed.rank_reports import RankSettings
 from pipert.distributed.rank_run import RankParts, RankRuntime, check_schedule, ranks_of
@@ -50,7 +50,7 @@ class RankPipe(nn.Module):
     _elsewhere: set[str]
     """The keys of the plain module's state that other ranks have."""
 
-    def _begin(self, site: Site, parts: RankParts, wrap: Wrap | None) -> None:
+    def _begin(self, site: RankPlace, parts: RankParts, wrap: Wrap | None) -> None:
         """Tie the weights that ranks share, wrap the partitions, and make the runtime."""
         site.homes = [site.ranks[k] for k in parts.placement]
         tied = tie(parts.shared, site)
@@ -271,7 +271,7 @@ class Pipe(RankPipe):
         wrap: Wrap | None = None,
     ) -> None:
         super().__init__()
-        site = Site(mesh, device)
+        site = RankPlace(mesh, device)
         with site.agreement.agreeing() as layouts:
             check_module(module)
             verify_skippables(module)

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from pipert._typing import Device
 from pipert.balance.by_calls import choose_cuts
 from pipert.batch.microbatch import Arguments, arguments_of, ready
-from pipert.distributed.rank_messages import Site
+from pipert.distributed.rank_messages import RankPlace
 from pipert.distributed.rank_parameters import Load, materialise, own_tree, stage_modules
 from pipert.distributed.rank_pipe import (
     RankPipe,
@@ -86,7 +86,7 @@ def pipeline(
         ReplayError: the model's own code needs a value that is on another rank.
         RankError: another rank failed.
     """
-    where = Site(mesh, device)
+    where = RankPlace(mesh, device)
     first = where.agreement.ranks[0]
     with where.agreement.agreeing() as chosen:
         cuts = _check(model, cuts, partitions, example, inputs)
@@ -144,7 +144,7 @@ class ModulePipe(RankPipe):
     """The model. On this rank, parameters of other ranks are on the meta device."""
 
     def _make(
-        self, where: Site, model: nn.Module, names: Iterable[str], example: Any,
+        self, where: RankPlace, model: nn.Module, names: Iterable[str], example: Any,
         given: tuple[int, str, str | None, bool | None],
         load: Load | None, inputs: str, wrap: Wrap | None,
     ) -> None:  # fmt: skip

@@ -14,7 +14,7 @@ from pipert._typing import Value
 from pipert.batch.microbatch import Batch, batch_of_step, ready, scatter_with_sizes
 from pipert.batch.tensors import tensors_of
 from pipert.batch.trees import ORDINARY, flatten
-from pipert.distributed.rank_messages import Arrived, Site, pack, transfers
+from pipert.distributed.rank_messages import Arrived, RankPlace, pack, transfers
 from pipert.layers.compiling import refuse_tracers
 from pipert.layers.modules import compute_cached
 from pipert.layers.random_numbers import next_seed
@@ -50,7 +50,7 @@ class RankReport(NamedTuple):
 
 
 def prepare(
-    site: Site,
+    site: RankPlace,
     modules: Mapping[int, nn.Module],
     inputs_of: str,
     call: StepCall,
@@ -145,7 +145,7 @@ def checksum_of(value: Value) -> int:
     return found
 
 
-def share(site: Site, inputs: list[Value]) -> Arrived | None:
+def share(site: RankPlace, inputs: list[Value]) -> Arrived | None:
     """Send the first rank's inputs to all ranks of its pipeline; return them on the others."""
     first = site.homes[0]
     with site.agreement.agreeing() as headers:
@@ -160,7 +160,7 @@ def share(site: Site, inputs: list[Value]) -> Arrived | None:
     return None if is_here else arrived
 
 
-def check(site: Site, reports: Sequence[RankReport]) -> None:
+def check(site: RankPlace, reports: Sequence[RankReport]) -> None:
     """Raise on all ranks if their reports do not fit together."""
     site.agreement.require_same("call and settings", [one.in_common for one in reports])
     tied: dict[int, bool] = {}

@@ -22,7 +22,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from pipert._typing import Value
 from pipert.batch.joining import gather
 from pipert.batch.tensors import differentiable
-from pipert.distributed.rank_messages import RankError, Site
+from pipert.distributed.rank_messages import RankError, RankPlace
 from pipert.distributed.rank_parameters import (
     EarlierGradients,
     SharedParameters,
@@ -75,7 +75,7 @@ SCHEDULES = 64
 class RankRuntime:
     """Runs mini-batches on this rank's partitions. All ranks call its methods together."""
 
-    site: Site
+    site: RankPlace
     parts: RankParts
     wrapped: dict[int, nn.Module]
     """The modules that torch's stages call in place of this rank's partitions."""

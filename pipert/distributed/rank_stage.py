@@ -24,11 +24,11 @@ from torch.distributed.pipelining import PipelineStage
 from pipert._torch import hooks_on_grad
 from pipert._typing import Tensors, Value
 from pipert.autograd.engine import differentiate
-from pipert.autograd.leaves import leaves_behind
+from pipert.autograd.leaves import find_leaves
 from pipert.autograd.order import ENTRANCE, edge_of, join
-from pipert.autograd.weight_gradients import Deferral, DeferredGradients, compute_deferred
+from pipert.autograd.weight_gradients import DeferredGradients, WeightDeferral, compute_deferred
 from pipert.batch.tensors import differentiable, tensors_of
-from pipert.distributed.rank_messages import FAILED, Arrived, Parcel, Site, pack, transfers
+from pipert.distributed.rank_messages import FAILED, Arrived, Parcel, RankPlace, pack, transfers
 from pipert.layers.batchnorm import PartitionStats
 from pipert.layers.place import Place
 from pipert.layers.random_numbers import RunSeed
@@ -181,7 +181,7 @@ class RankMicroBatch:
 class RankStage(PipelineStage):
     """Partition ``j`` as torch's schedules see it: they call ``wrapped``, maybe its ``module``."""
 
-    def __init__(self, module: StageModule, wrapped: nn.Module, j: int, site: Site) -> None:
+    def __init__(self, module: StageModule, wrapped: nn.Module, j: int, site: RankPlace) -> None:
         # Without shapes torch would run the module to find them. Nobody uses these.
         shape = torch.empty(1, device="meta")
         xs = () if j == 0 else shape
@@ -384,7 +384,7 @@ def _differentiate_inputs(
     pairs = [(y, dy) for y, dy in zip(ys, dys, strict=True) if y.requires_grad and dy is not None]
     edges = [edge_of(y) for y, _ in pairs]
     ends, count = [edge.node for edge in edges], len(kept.xs)
-    deferral = Deferral(leaves_behind(ends, [*kept.xs, ENTRANCE]), ends)
+    deferral = WeightDeferral(find_leaves(ends, [*kept.xs, ENTRANCE]), ends)
     run = lambda wanted, ys, dys: differentiate(ys, wanted, dys)  # noqa: E731
     given = (*kept.xs, *deferral.leaves), edges, [dy for _, dy in pairs]
     found, kept.deferred = deferral.differentiate(run, *given)

@@ -63,7 +63,7 @@ from pipert.distributed.placeholders import (
     refuse_hidden,
     refuse_unrepeatable,
 )
-from pipert.layers.intercepted import here
+from pipert.layers.intercepted import current_thread
 
 Drawing = Callable[[int], AbstractContextManager[object]]
 """Makes the block in which an event draws, by its number; -1 is the stream of the own code."""
@@ -119,12 +119,12 @@ class Events(TorchFunctionMode):
             ReplayError: the model does what a replay cannot do.
         """
         args, kwargs = (x.args, x.kwargs) if isinstance(x, Arguments) else ((x,), {})
-        before, here.interceptor = here.interceptor, self
+        before, current_thread.interceptor = current_thread.interceptor, self
         try:
             with self._drawing(-1), self:
                 y = function(*args, **kwargs)
         finally:
-            here.interceptor = before
+            current_thread.interceptor = before
         if not self.is_at_end:
             raise ReplayError(
                 f"the cut {self._cuts.names[self._at]!r} was not called after partition {self._at} "

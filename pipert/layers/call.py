@@ -27,7 +27,7 @@ from pipert.observe.run_trace import RunTrace
 from pipert.recompute.effects import Effect, Effects
 from pipert.recompute.public import is_recomputing, microbatch, recompute_here
 from pipert.recompute.segment import Segments
-from pipert.recompute.snapshot import Snapshot
+from pipert.recompute.snapshot import ParameterVersions
 from pipert.schedules.action import FORWARD, RECOMPUTE, Action
 from pipert.skip.store import Carried, Store, of_task
 from pipert.workers.context import NOTHING, CallerContext
@@ -74,7 +74,7 @@ class Layers:
         self._effects = effects
         self.copies: ParameterCopies | None = None
         """The copies that layers compute with, of parameters that live on other devices."""
-        self._snapshot: Snapshot | None = None
+        self._snapshot: ParameterVersions | None = None
         self._calls: list[Any] = self._layers
         if "torch._dynamo" in sys.modules:
             self._calls = [
@@ -88,7 +88,7 @@ class Layers:
         Before the first one, the thread's nodes get numbers from ``first_node`` on (**V2**).
         """
         if self._snapshot is None:
-            self._snapshot = Snapshot(self._partition)
+            self._snapshot = ParameterVersions(self._partition)
             begin_numbers(first_node)
         effect, copies = partial(Effect, self._effects, self._place, i), self.copies
         used = tuple if copies is None else partial(copies.of_partition, self._place.j)

@@ -48,11 +48,11 @@ class _Thread(threading.local):
     """Whether a model is tried out by itself, even if it is in a pipe."""
 
 
-here = _Thread()
+current_thread = _Thread()
 """Holds the interceptor of the current thread, if it has one."""
 
 
-class Guest:
+class NotCopied:
     """An object in a module's ``__dict__``, of which the module's copies have ``own``, if any."""
 
     own: Any = None
@@ -65,7 +65,7 @@ class Guest:
         return copy.copy, (self.own,)
 
 
-class _State(Guest):
+class _State(NotCopied):
     """The ``__getstate__`` of an intercepted module, which ``copy`` and ``pickle`` call."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -76,7 +76,7 @@ class _State(Guest):
         plain = object.__new__(type(module))
         for name, value in [*vars(module).items()]:
             own = value
-            while isinstance(own, Guest):
+            while isinstance(own, NotCopied):
                 own = own.own
             if own is value or own is not None:
                 plain.__dict__[name] = own
@@ -86,7 +86,7 @@ class _State(Guest):
         return copy.deepcopy(self._module(), memo).__getstate__
 
 
-class Calls(Guest):
+class InterceptedCalls(NotCopied):
     """The object in the slot of an intercepted module, shared by all pipes that intercept it."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -104,7 +104,7 @@ class Calls(Guest):
             return disable(self.__call__)(*args, **kwargs)
         module: Any = self._module()
         call = self.own or plain_call(module)
-        interceptor = here.interceptor  # may be of another pipe, of which the module is a layer
+        interceptor = current_thread.interceptor  # of another pipe, if the module is its layer
         if route is not None and route.is_outside():
             call = partial(route.send, call)
         elif self.bring is not None and interceptor is None:
@@ -120,11 +120,11 @@ def intercept(modules: Iterable[nn.Module]) -> None:
         calls_of(module).users += 1
 
 
-def calls_of(module: nn.Module) -> Calls:
+def calls_of(module: nn.Module) -> InterceptedCalls:
     """Return the object in the slot of a module, put there if necessary."""
     calls = module.__dict__.get(COMPILED_CALL)
-    if not isinstance(calls, Calls):
-        calls = module.__dict__[COMPILED_CALL] = Calls(module)
+    if not isinstance(calls, InterceptedCalls):
+        calls = module.__dict__[COMPILED_CALL] = InterceptedCalls(module)
         module.__dict__["__getstate__"] = _State(module)
     return calls
 
@@ -133,7 +133,7 @@ def release(modules: Iterable[nn.Module]) -> None:
     """Undo one :func:`intercept` of these modules."""
     for module in modules:
         calls = module.__dict__.get(COMPILED_CALL)
-        if isinstance(calls, Calls):
+        if isinstance(calls, InterceptedCalls):
             calls.users -= 1
             if calls.users or calls.bring is not None:
                 continue
@@ -145,7 +145,7 @@ def release(modules: Iterable[nn.Module]) -> None:
 
 def forget_devices(modules: Iterable[nn.Module]) -> None:
     """Call layers of an earlier pipe with their arguments as they are."""
-    placed = [m for m in modules if isinstance(m.__dict__.get(COMPILED_CALL), Calls)]
+    placed = [m for m in modules if isinstance(m.__dict__.get(COMPILED_CALL), InterceptedCalls)]
     intercept(placed)
     for module in placed:
         calls_of(module).bring = None
@@ -154,10 +154,10 @@ def forget_devices(modules: Iterable[nn.Module]) -> None:
 
 def is_unseen(module: nn.Module) -> bool:
     """Whether ``module.compile()`` has taken the slot, so that calls are not intercepted."""
-    return type(module.__dict__.get(COMPILED_CALL)) not in (Calls, type(None))
+    return type(module.__dict__.get(COMPILED_CALL)) not in (InterceptedCalls, type(None))
 
 
 def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
     """Return the compiled call of ``module.compile()``, even if it is not in the slot now."""
     found: Callable[..., Any] | None = getattr(module, COMPILED_CALL, None)
-    return found.own if isinstance(found, Calls) else found
+    return found.own if isinstance(found, InterceptedCalls) else found

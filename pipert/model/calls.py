@@ -21,7 +21,7 @@ from pipert._torch import DispatchMode, dispatch_modes, is_mutable, pytree, stor
 from pipert._typing import Value
 from pipert.batch.microbatch import Arguments, arguments_of, explain_example
 from pipert.batch.tensors import tensors_of
-from pipert.layers.intercepted import Interceptor, here, intercept, release
+from pipert.layers.intercepted import Interceptor, current_thread, intercept, release
 from pipert.layers.modules import modules_of
 
 
@@ -184,13 +184,13 @@ def intercepted(layers: Collection[nn.Module], interceptor: Interceptor) -> Iter
 
     It also receives the calls of layers that any pipe intercepts.
     """
-    before = here.interceptor, here.is_trial
+    before = current_thread.interceptor, current_thread.is_trial
     intercept(layers)
-    here.interceptor, here.is_trial = interceptor, True
+    current_thread.interceptor, current_thread.is_trial = interceptor, True
     try:
         yield
     finally:
-        here.interceptor, here.is_trial = before
+        current_thread.interceptor, current_thread.is_trial = before
         release(layers)
 
 

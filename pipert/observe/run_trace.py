@@ -32,7 +32,7 @@ from torch.autograd.graph import Node
 from torch.autograd.profiler import record_function
 
 from pipert._torch import backward_id, node_count, profiler_is_on, sequence_nr
-from pipert.autograd.leaves import leaves_behind
+from pipert.autograd.leaves import find_leaves
 from pipert.observe.event import BACKWARD, KIND_OF, Event, Observer, RunInfo, TaskInfo
 from pipert.observe.recording import Recording, Span, stamp
 from pipert.queues.locks import ProcessLock
@@ -181,7 +181,7 @@ class RunTrace:
             xs: the nodes that made the inputs of the first part.
         """
         ends = {y.grad_fn for y in ys if y.grad_fn is not None}.difference(xs)
-        nodes = {sequence_nr(node): node for node in leaves_behind(ends, stop=xs).nodes}
+        nodes = {sequence_nr(node): node for node in find_leaves(ends, stop=xs).nodes}
         numbers = sorted([k for k in nodes if type(nodes[k]).__name__ not in _OF_OTHER_TASKS])
         stops = [*[first for first, *_ in parts[1:]], node_count()]
         for (first, j, device), stop in zip(parts, stops, strict=True):

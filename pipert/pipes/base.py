@@ -293,8 +293,9 @@ class PipeBase(Settings):
         checkpointed = recomputed_in_each(self._checkpoint_of(call.schedule), m, n)
         planned = plan(call.schedule, m, n, self._runtime.workers, checkpointed)
         models, partitions = self._runtime.model, self._partitions
-        beside = cache(lambda: unpartitioned_weights(partitions, (models.entry, call.loss_fn)))
-        step = Step(loss, call.return_outputs, beside)
+        others = models.entry, call.loss_fn
+        extra_parameters = cache(lambda: unpartitioned_weights(partitions, others))
+        step = Step(loss, call.return_outputs, extra_parameters)
         total = self._step(batch.inputs, planned, step, seconds, call.own)
         return (total, step.output) if call.return_outputs else total
 

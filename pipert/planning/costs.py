@@ -20,8 +20,8 @@ from pipert.balance.calls import (
     measuring_device,
 )
 from pipert.balance.measure import (
-    Call,
     Cost,
+    MeasuredCall,
     counting,
     joined,
     measure_all,
@@ -84,7 +84,7 @@ def costs_of_model(
     return costs_for
 
 
-def _measure(call: Call) -> tuple[Cost, Carried]:
+def _measure(call: MeasuredCall) -> tuple[Cost, Carried]:
     cost, output = measure_all(call)
     if isinstance(call.original, _Loss):  # which is not recomputed
         # Its input is kept beside the one that is recomputed.

@@ -60,7 +60,7 @@ from pipert.workers.context import NEW_THREAD_AUTOCAST, NOTHING, autocast, get_a
 Compute = Callable[[Value], Value]
 Again = Callable[[Value], tuple[Value, Tensors]]
 Drawing = Callable[[], AbstractContextManager[object]] | None
-Made = tuple[Callable[[], Tensor | None], int, "Callable[[], Segment | None]", int]
+SegmentOutput = tuple[Callable[[], Tensor | None], int, "Callable[[], Segment | None]", int]
 """An output of a segment: the tensor, by a weak reference, its version, the segment, likewise, and
 the output's index."""
 
@@ -96,7 +96,7 @@ class Segments:
         self.in_step: Callable[..., Sequence[Tensor | None]] | None = None
         """Differentiates a graph in ``B[i,j]`` of a step, which asks for all gradients."""
         self._segments: list[weakref.ref[Segment]] = []
-        self._made: dict[int, Made] = {}
+        self._made: dict[int, SegmentOutput] = {}
 
     def call(
         self,
@@ -215,7 +215,7 @@ class Segment:
         """The outputs of the current repetition, if they are used."""
 
     def record(
-        self, compute: Compute, value: Value, made: dict[int, Made]
+        self, compute: Compute, value: Value, made: dict[int, SegmentOutput]
     ) -> tuple[Value, Tensors]:
         """Run ``compute(value)``, and replace its graph by one node if possible (rules 1 and 5).
 
@@ -246,7 +246,7 @@ class Segment:
         return rebuild(ys), ys
 
     def _save(
-        self, tensors: Tensors, versions: list[int], made: dict[int, Made]
+        self, tensors: Tensors, versions: list[int], made: dict[int, SegmentOutput]
     ) -> tuple[Tensors, Tensors, set[tuple[Any, int]]]:
         """Save the inputs as they are now (rule 4).
 

@@ -38,7 +38,7 @@ Place = tuple[dict[str, nn.Parameter | None], str, nn.Parameter | None]
 """The dict in which a module looks a parameter up, its name there, and the parameter."""
 
 
-class Snapshot:
+class ParameterVersions:
     """A partition's parameters with versions, its hooks and buffers. One per stage and run."""
 
     __slots__ = ("_hooks", "_numbers", "_parameters", "_places", "_versions", "buffers", "exempt")

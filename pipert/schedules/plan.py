@@ -60,7 +60,7 @@ NAMED: dict[str, Schedule] = {
 BOUNDED = tuple([schedule for schedule in NAMED.values() if schedule is not gpipe])
 """The schedules that keep a bounded number of micro-batches, however large ``m`` is."""
 
-Made = tuple[tuple[Action, ...], ...]
+Orders = tuple[tuple[Action, ...], ...]
 
 CALL = (FORWARD,)
 STEP = (FORWARD, RECOMPUTE, BACKWARD)
@@ -245,7 +245,7 @@ def plan_call(
     return _named(clock_cycle, m, n, tuple(placement), _each(recomputed, n), CALL)
 
 
-def _made(maker: Schedule, m: int, n: int, placement: tuple[int, ...]) -> Made:
+def _made(maker: Schedule, m: int, n: int, placement: tuple[int, ...]) -> Orders:
     """Return the ticks that ``maker`` makes. Its own exceptions pass unchanged."""
     _check_size(m, n)
     return tuple([tuple([Action(*action) for action in tick]) for tick in maker(m, n, placement)])
@@ -274,7 +274,7 @@ def _named(
 
 @lru_cache(maxsize=64)
 def _plan(
-    ticks: Made,
+    ticks: Orders,
     m: int,
     n: int,
     placement: tuple[int, ...],

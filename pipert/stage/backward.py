@@ -17,8 +17,8 @@ from pipert._torch import tensor_hooks
 from pipert.autograd import order
 from pipert.autograd.engine import differentiate
 from pipert.autograd.hooks import hiding_partial_gradients
-from pipert.autograd.leaves import Behind, accumulators, is_in_python, leaves_behind
-from pipert.autograd.weight_gradients import Deferral, is_free_of_hooks
+from pipert.autograd.leaves import Reachable, accumulators, find_leaves, is_in_python
+from pipert.autograd.weight_gradients import WeightDeferral, is_free_of_hooks
 from pipert.batch.tensors import alone
 from pipert.errors import NestedCheckpointError
 from pipert.stage.gradients import Gradients as Sums
@@ -60,24 +60,24 @@ def differentiate_partition(
     if not ys:
         return
     ends = list(map(_node, ys))
-    if graph.look_behind is None:
-        behind = leaves_behind(ends, [order.ENTRANCE], cut.numbers())
+    if graph.find_reachable is None:
+        reachable = find_leaves(ends, [order.ENTRANCE], cut.numbers())
     else:
-        behind = graph.look_behind(ends)
-    _refuse_own_hooks(cut, behind.leaves)
-    run = partial(gradients_of, stage, behind)
+        reachable = graph.find_reachable(ends)
+    _refuse_own_hooks(cut, reachable.leaves)
+    run = partial(gradients_of, stage, reachable)
     xs = [crossing.entered for crossing in graph.entered]
     if graph.segments is not None:
         graph.segments.in_step = partial(differentiate_recomputed, cut, i)
     try:
         if cut.defers_weights:
             later = cut.deferred.setdefault(i, [])  # what is recomputed on the way adds to it
-            put_off = Deferral(behind, ends)
+            put_off = WeightDeferral(reachable, ends)
             leaves = put_off.leaves
             found, own = put_off.differentiate(run, (*xs, *leaves), ys, dys)
             later += own
         else:
-            leaves = behind.leaves
+            leaves = reachable.leaves
             found = run((*xs, *leaves), ys, dys)
     finally:
         if graph.segments is not None:  # which a tensor that a layer keeps holds
@@ -108,8 +108,8 @@ def differentiate_recomputed(
         return differentiate(ys, wanted, dys)
     ends = list(map(_node, ys))
     begins = {one.node for one in wanted if not isinstance(one, Tensor)}
-    behind = leaves_behind(ends, stop=begins)
-    put_off = Deferral(behind, ends)
+    reachable = find_leaves(ends, stop=begins)
+    put_off = WeightDeferral(reachable, ends)
     rest = {id(leaf) for leaf in put_off.leaves}
     now = [one for one in wanted if not isinstance(one, Tensor) or id(one) in rest]
     run = lambda wanted, ys, dys: differentiate(ys, wanted, dys)  # noqa: E731
@@ -121,22 +121,23 @@ def differentiate_recomputed(
 
 def gradients_of(
     stage: Stage,
-    behind: Behind,
+    reachable: Reachable,
     wanted: Sequence[Any],
     ys: Sequence[Any],
     dys: Sequence[Tensor],
 ) -> Gradients:
     """Differentiate ``ys`` by ``wanted`` on this thread.
 
-    ``behind`` is the graph behind ``ys``. It is retained if other micro-batches go backward through
-    a part of it, which is the caller's.
+    ``reachable`` is the graph behind ``ys``. It is retained if other micro-batches go backward
+    through a part of it, which is the caller's.
     """
     assert stage.step_boundary is not None
-    weights, inner = behind.leaves, NOTHING
-    if is_in_python(map(type, behind.nodes), _ENGINELESS):
-        weights = [*weights, *stage.layers.parameters(), *stage.step_boundary.step.beside()]
+    weights, inner = reachable.leaves, NOTHING
+    if is_in_python(map(type, reachable.nodes), _ENGINELESS):
+        others = stage.step_boundary.step.extra_parameters()
+        weights = [*weights, *stage.layers.parameters(), *others]
         inner = taking_gradients(weights, stage.step_boundary.gradients)
-    compute = partial(differentiate, retain_graph=bool(behind.others))
+    compute = partial(differentiate, retain_graph=bool(reachable.others))
     try:
         with inner:
             return hiding_partial_gradients(weights, compute, ys, wanted, dys)

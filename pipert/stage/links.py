@@ -35,7 +35,7 @@ from torch.autograd.graph import GradientEdge, Node
 
 from pipert._typing import Tensors, Value
 from pipert.autograd import order
-from pipert.autograd.leaves import Behind
+from pipert.autograd.leaves import Reachable
 from pipert.queues.closable import ClosableQueue
 from pipert.recompute.segment import Segments
 from pipert.workers.worker import NOT_RUN
@@ -122,7 +122,7 @@ class PartitionGraph:
     """The loss, in the last partition."""
     segments: Segments | None = None
     """What ``R[i,j]`` repeats, if the micro-batch is checkpointed."""
-    look_behind: Callable[[list[Node]], Behind] | None = None
+    find_reachable: Callable[[list[Node]], Reachable] | None = None
     """Returns what is behind the ends of the graph; by default the stage's nodes are its own."""
 
 

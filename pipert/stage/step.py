@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pipert._torch import next_hook
 from pipert._typing import Tensors, Value
-from pipert.autograd.leaves import leaves_behind
+from pipert.autograd.leaves import find_leaves
 from pipert.batch.joining import gather
 from pipert.batch.tensors import differentiable
 from pipert.layers.place import Place
@@ -32,7 +32,7 @@ class Step:
 
     loss: Loss
     keep_outputs: bool = False
-    beside: Callable[[], Iterable[Tensor]] = tuple
+    extra_parameters: Callable[[], Iterable[Tensor]] = tuple
     """Returns parameters of no partition: those of the model's own code and of the loss."""
     ledger: Ledger = field(default_factory=Ledger)
     first_hook: int = field(default_factory=next_hook)
@@ -118,7 +118,7 @@ def _in_turn(for_inputs: Arriving, for_weights: Arriving) -> tuple[Arriving, Arr
     if not for_inputs and not roots:
         return [], for_weights
     ends = [tensor.grad_fn for tensor in roots if tensor.grad_fn is not None]
-    reached = {id(tensor) for tensor in (*roots, *leaves_behind(ends).leaves)}
+    reached = {id(tensor) for tensor in (*roots, *find_leaves(ends).leaves)}
     reached.update(id(tensor) for tensor, _ in for_inputs)
     first = [pair for pair in for_weights if id(pair[0]) in reached]
     return [*for_inputs, *first], [pair for pair in for_weights if id(pair[0]) not in reached]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from pipert.layers.intercepted import here
+from pipert.layers.intercepted import current_thread
 from tests.any_model.all_families import ZOO
 from tests.any_model.family import Family
 from tests.any_model.piped import HOWS, made, step
@@ -31,7 +31,7 @@ def test_a_partition_begins_with_the_first_call_of_its_cut(family: Family) -> No
 
     def note(name: str) -> Any:
         def hook(module: nn.Module, args: Any) -> None:
-            microbatch: Any = here.interceptor
+            microbatch: Any = current_thread.interceptor
             if microbatch is None:  # it is computed again, by itself
                 return
             found.setdefault(microbatch.i, []).append((name, microbatch.j))

@@ -15,7 +15,7 @@ import pipert
 from pipert.layers import call
 from pipert.layers.default_generators import DefaultGenerator
 from pipert.recompute.segment import Segment
-from pipert.recompute.snapshot import Snapshot
+from pipert.recompute.snapshot import ParameterVersions
 from tests.any_model.piped import CHUNKS
 
 pytestmark = [pytest.mark.cuda, pytest.mark.multi_gpu]
@@ -216,15 +216,15 @@ def test_the_copy_of_a_buffer_that_is_recomputed_with_is_read_by_its_own_partiti
             y: Tensor = self.third(self.second(self.first(self.rotary(x))))
             return y
 
-    def snapshot(partition: nn.Module) -> Snapshot:
+    def snapshot(partition: nn.Module) -> ParameterVersions:
         if rotary not in partition.children():
-            return Snapshot(partition)
+            return ParameterVersions(partition)
         assert begun.wait(WAIT)
-        found = Snapshot(partition)
+        found = ParameterVersions(partition)
         taken.set()
         return found
 
-    monkeypatch.setattr(call, "Snapshot", snapshot)
+    monkeypatch.setattr(call, "ParameterVersions", snapshot)
     x, devices = torch.ones(8, 4), ["cuda:0", "cuda:1", "cpu"]
     with pipert.pipeline(
         Model(), ["second", "third"], devices=devices, chunks=4, checkpoint="always"

@@ -13,8 +13,8 @@ from torch.autograd.graph import GradientEdge
 from pipert import Pipe
 from pipert._torch import node_count
 from pipert.autograd.leaves import (
+    find_leaves,
     is_cast_of_leaf,
-    leaves_behind,
 )
 from pipert.autograd.order import begin_numbers
 from tests.helpers import scripts
@@ -135,7 +135,7 @@ def test_the_cast_of_another_thread_belongs_to_every_graph() -> None:
     first = max(node_count(), 1000)
     begin_numbers(first)
     nodes: list[Any] = [(casts[0] * k).sum().grad_fn for k in (2, 3)]
-    behind = leaves_behind(nodes[:1], (), range(first, node_count()))
+    behind = find_leaves(nodes[:1], (), range(first, node_count()))
     assert behind.leaves == [leaf] and not behind.others
     for node in nodes:
         (found,) = torch.autograd.grad([GradientEdge(node, 0)], [leaf])

@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import pipert
 from pipert import Pipe
-from pipert.autograd.leaves import leaves_behind
-from pipert.autograd.weight_gradients import Deferral, find_uses
+from pipert.autograd.leaves import find_leaves
+from pipert.autograd.weight_gradients import WeightDeferral, find_uses
 from tests.helpers.activations import Activations
 from tests.helpers.ways import MODES, grads_of, linear, mean, same
 
@@ -28,10 +28,10 @@ def put_off_of(module: nn.Module, y: Tensor) -> set[str]:
     """Returns the names of the parameters whose gradients are put off."""
     ends: Any = [y.grad_fn]
     names = {id(parameter): name for name, parameter in module.named_parameters()}
-    uses = find_uses(leaves_behind(ends), ends)
+    uses = find_uses(find_leaves(ends), ends)
     ways = [way for use in uses for way in (use.weight, use.bias) if way is not None]
     found = {names[id(way.leaf)] for way in ways}
-    leaves = Deferral(leaves_behind(ends), ends).leaves
+    leaves = WeightDeferral(find_leaves(ends), ends).leaves
     assert found.isdisjoint({names[id(leaf)] for leaf in leaves if id(leaf) in names})
     return found
 

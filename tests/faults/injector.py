@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from pipert import Pipe, is_recomputing
 from pipert.any_model.microbatch_forward import MicroBatchForward
-from pipert.layers.intercepted import here
+from pipert.layers.intercepted import current_thread
 from pipert.skip import Skippable, pop, skippable, stash
 from pipert.workers.worker import WorkerThread
 from tests.helpers.activations import Activations, until
@@ -39,7 +39,7 @@ class Failure(Exception):
     """An error raised by a layer."""
 
 
-class Site:
+class RankPlace:
     """The places at which a run fails, each armed with the error to raise there."""
 
     def __init__(self) -> None:
@@ -67,8 +67,8 @@ class Site:
 
 def partition_here() -> int:
     """Returns the partition whose worker, or micro-batch thread, this thread is; else -1."""
-    if isinstance(here.interceptor, MicroBatchForward):
-        return here.interceptor.j
+    if isinstance(current_thread.interceptor, MicroBatchForward):
+        return current_thread.interceptor.j
     name = threading.current_thread().name
     return int(name.rpartition("-")[2]) if name.startswith("pipert-cpu-") else -1
 
@@ -85,7 +85,7 @@ class Box:
 
     data: Tensor
     at: int
-    site: Site
+    site: RankPlace
 
 
 @dataclass
@@ -93,7 +93,7 @@ class SkipBox:
     """A pytree with a stashed tensor."""
 
     data: Tensor
-    site: Site
+    site: RankPlace
 
 
 def _flatten_box(box: Box) -> tuple[list[Any], Any]:
@@ -139,7 +139,7 @@ pytree.register_pytree_node(SkipBox, _flatten_skip, _unflatten_skip)
 
 class _StrikeInBackward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, site: Site, i: int, j: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, site: RankPlace, i: int, j: int) -> Tensor:
         ctx.at = site, i, j
         return x.clone()
 
@@ -153,7 +153,7 @@ class _StrikeInBackward(torch.autograd.Function):
 class Layer(nn.Module):
     """The layer of partition ``j`` in which a run may fail."""
 
-    def __init__(self, site: Site, j: int) -> None:
+    def __init__(self, site: RankPlace, j: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.tensor([0.5 + 0.1 * j, -0.7, 0.9]))
         self.site = site
@@ -171,7 +171,7 @@ class Layer(nn.Module):
 
 @skippable(stash=["skip"])
 class Stash(Skippable):
-    def __init__(self, site: Site) -> None:
+    def __init__(self, site: RankPlace) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.tensor([1.1, 0.3, 0.4]))
         self.site = site
@@ -189,7 +189,7 @@ class Stash(Skippable):
 
 @skippable(pop=["skip"])
 class Pop(Skippable):
-    def __init__(self, site: Site) -> None:
+    def __init__(self, site: RankPlace) -> None:
         super().__init__()
         self.site = site
 
@@ -214,7 +214,7 @@ class Setting:
     def __init__(
         self, n: int, m: int, checkpoint: str, skips: bool = False, boxed: bool = False
     ) -> None:
-        self.site = Site()
+        self.site = RankPlace()
         self.n, self.m = n, m
         self._boxed = boxed
         layers: list[nn.Module] = [Layer(self.site, j) for j in range(n)]
