@@ -192,7 +192,8 @@ class _Search:
         self._seconds = [block.seconds for block in blocks]
         self._again = sum([block.forward for block in blocks]) / (sum(self._seconds) or 1.0)
         """What a recomputation takes of the time of the rest."""
-        weights = [total(each.parameters) + (scale - 1) * total(each.trained) for each in blocks]
+        # With the gradients that a backward makes before it adds them to those in ``.grad``.
+        weights = [total(each.parameters) + scale * total(each.trained) for each in blocks]
         self._weights = [0.0, *accumulate(weights)]
         saved = [total(without(each.saved, each.inputs)) for each in blocks]
         self._saved, self._blocks = [0, *accumulate(saved)], blocks
