@@ -141,6 +141,8 @@ class CurrentPartition:
                 "step called no layer of the model that is in the pipe; call pipe.module, no copy"
             )
         if intercept is not None:
+            if shared.parameters is not None:
+                shared.parameters.refuse_functions(y)
             y = map_tensors(y, intercept.bring)
             if self._graph is not None:
                 self._compute_loss(intercept, y)

@@ -14,24 +14,26 @@ partition that uses it, its *owner*; every other device computes with a copy:
 
 A substitute reaches only torch functions: scripted functions, backward hooks and the recomputation
 of ``torch.utils.checkpoint`` inside a layer get the parameter itself, on its own device. So does
-``Function.apply``, which no mode sees: torch refuses its backward. Compiled and scripted layers are
-refused.
+``Function.apply``, which no mode sees; its graph is refused. So are compiled and scripted layers.
 A hook that a layer registers on the parameter in its forward goes to the copy, and sees its
 device's share alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 
-from pipert._torch import transforms
-from pipert.batch.tensors import version
+from pipert._torch import AccumulateGrad, outputs_of, transforms
+from pipert._typing import Value
+from pipert.autograd.leaves import find_leaves
+from pipert.batch.tensors import describe, differentiable, version
 from pipert.layers.compiling import is_compiled
 from pipert.layers.modules import modules_of
 from pipert.recompute.snapshot import original_of
@@ -86,6 +88,7 @@ class ParameterCopies:
         self._versions: dict[int, int] = {}
         self._copies: dict[tuple[int, int], tuple[Tensor, Tensor, int]] = {}
         self._substitutes: dict[tuple[Any, ...], Substitute | None] = {}
+        self._has_looked = False  # at the graph of a micro-batch, which is once per run
 
     def note_versions(self, tensors: Iterable[Tensor]) -> None:
         """Note the versions of tensors that may get copies, when the run begins."""
@@ -148,6 +151,12 @@ class ParameterCopies:
         """Return whether a copy was changed in place."""
         return any([version(copy) != before for _, copy, before in [*self._copies.values()]])
 
+    def refuse_functions(self, y: Value) -> None:
+        """Refuse a ``Function`` of the model's own code that got a parameter, not its copy."""
+        if self._copies and not self._has_looked and torch.is_grad_enabled():
+            copied = {id(weight) for weight, _, _ in [*self._copies.values()]}
+            self._has_looked = _refuse_functions(y, copied)
+
 
 class Substitute(TorchFunctionMode):
     """A function mode that passes copies to the torch functions called with tensors.
@@ -159,6 +168,7 @@ class Substitute(TorchFunctionMode):
 
     def __init__(self, copied: Sequence[tuple[Tensor, Tensor, int]]) -> None:
         super().__init__()
+        self._has_looked = False  # at the graph of a call, which is once per run
         self._copies = {id(tensor): copy for tensor, copy, _ in copied}
         self._watched = [(tensor, before) for tensor, _, before in copied]
         self._watched += [(copy, version(copy)) for _, copy, _ in copied]
@@ -182,8 +192,12 @@ class Substitute(TorchFunctionMode):
 
     def during(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run ``call(*args, **kwargs)`` with the copies."""
+        given = () if self._has_looked else differentiable((args, kwargs))[0]
+        begins = [x.grad_fn for x in given]
         with self:
-            return call(*args, **kwargs)
+            y = call(*args, **kwargs)
+        self._has_looked = self._has_looked or _refuse_functions(y, self._copies, begins)
+        return y
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
@@ -193,6 +207,28 @@ class Substitute(TorchFunctionMode):
                 "by one of them, which the others see at an uncertain time or never; choose a "
                 "balance that puts the layers that share it on one device"
             )
+
+
+def _refuse_functions(y: Value, copied: Container[int], stop: Iterable[Any] = ()) -> bool:
+    """Refuse a graph in which a ``Function`` got a parameter of another device, not its copy.
+
+    ``copied`` has the ids of parameters with copies; the nodes in ``stop`` are not visited. Returns
+    whether there was a graph.
+    """
+    ends = [x.grad_fn for x in differentiable(y)[0] if x.grad_fn is not None]
+    node: Any
+    for node in find_leaves(ends, stop=stop).nodes:
+        children = node.next_functions if issubclass(type(node), BackwardCFunction) else ()
+        for weight in [child.variable for child, _ in children if type(child) is AccumulateGrad]:
+            devices = [output.device for output in outputs_of(node)]
+            if id(weight) in copied and devices and weight.device not in devices:
+                raise RuntimeError(
+                    f"{type(node).__name__.removesuffix('Backward')}, an autograd.Function, got a "
+                    f"parameter ({describe(weight)}) of another device, shared by layers on both; "
+                    "pass it weight.view_as(weight), which is a view of this device's copy, or "
+                    "choose a balance that puts the layers that share it on one device"
+                )
+    return bool(ends)
 
 
 _DATA = Tensor.data.__get__  # type: ignore[attr-defined]

@@ -15,7 +15,7 @@ import pipert
 pytestmark = [pytest.mark.cuda, pytest.mark.multi_gpu]
 
 ON_TWO: Any = {"devices": ["cuda:0", "cuda:1"], "chunks": 2}
-REFUSED = "same device"  # torch's own error
+REFUSED = r"Times, an autograd.Function, got a parameter \(float64\[4, 4\]\) of another device"
 
 
 class Times(torch.autograd.Function):
