@@ -21,7 +21,8 @@ costs as much as a small operation. So:
 5. A hook may have captured a tensor of ``F``'s graph for a loss, as the models of transformers
    capture the logits of a router. A backward from there reads a number in place of a saved tensor:
    the segment is computed once more, on the spot, and the tensors that it saves are counted. Where
-   a layer uses a graph of the caller's, all of ``F``'s graph stays, and goes back that way.
+   a layer uses a graph of the caller's, or hooks on weights would see what a function does in the
+   engine, all of ``F``'s graph stays and goes back that way: ``R`` fills in what it saves.
 """
 
 from __future__ import annotations
@@ -150,7 +151,6 @@ class Segments:
 
     def recompute(self, on_worker: bool, to_fill: Segment | None = None) -> None:
         """Recompute all segments, as ``R[i,j]``, or what ``F`` of one segment has saved."""
-
         segments = self._alive()
 
         def compute() -> None:
@@ -158,7 +158,9 @@ class Segments:
                 if segment is to_fill:
                     segment.fill()
                     break
-                if segment.is_used or segment.is_pair and to_fill is None:
+                if to_fill is None and segment.keeps_graph():
+                    segment.fill()
+                elif segment.is_used or segment.is_pair and to_fill is None:
                     segment.build(keep=to_fill is None)
 
         # Hooks that are on around a backward are not meant for what it recomputes.
@@ -172,8 +174,8 @@ class Segments:
     def recompute_missing(self) -> None:
         """Recompute what the imminent backward needs."""
         # The first goes backward last: as long as its graph is there, the others need none.
-        first = next((segment for segment in self._alive() if segment.is_pair), None)
-        if first is not None and first.graph is None:
+        first = next((one for one in self._alive() if one.is_pair or one.keeps_graph()), None)
+        if first is not None and first.is_missing():
             self.recompute(False)
 
     def _alive(self) -> list[Segment]:
@@ -203,8 +205,7 @@ class Segment:
         self._again = again
         self._copies = copies
         self.graph: tuple[Sequence[GradientEdge], Sequence[GradientEdge]] | None = None
-        """The inputs and outputs of ``R``'s graph, until ``B``. Their values may be large, so they
-        are not kept."""
+        """The inputs and outputs of ``R``'s graph, until ``B``, without their values."""
         self._saved: dict[int, tuple[Tensor, int]] = {}  # for F's graph, with versions
         self._saves = -1  # until the first computation is over
         self.is_pair = False
@@ -328,6 +329,14 @@ class Segment:
             )
         self._saved = dict(enumerate(found))
 
+    def keeps_graph(self) -> bool:
+        """Return whether ``F``'s graph has stayed, and saves something."""
+        return not self.is_pair and self._saves > 0
+
+    def is_missing(self) -> bool:
+        """Return whether a backward has to compute the segment again."""
+        return self.graph is None if self.is_pair else not self._saved
+
     def differentiate(self, dys: Sequence[Tensor | None], ctx: Any) -> list[Tensor | None]:
         """Return the needed gradients of inputs and leaves, given those of the outputs."""
         if torch.is_grad_enabled():
@@ -359,7 +368,7 @@ class Segment:
         if self._saves < 0:
             refuse(number)
         if number not in self._saved:
-            self._group.recompute(False, self)
+            self._group.recompute(False, None if self.keeps_graph() else self)
         tensor, before = self._saved.pop(number)
         if tensor._version != before:
             raise RuntimeError(

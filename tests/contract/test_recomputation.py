@@ -297,3 +297,37 @@ def test_each_layer_runs_once_and_once_again_where_it_is_recomputed(
 
 def _loss(y: Tensor, _: Any) -> Tensor:
     return y.float().square().mean()
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return dys[0] @ weight, dys[0].t() @ x
+
+
+class Fused(Counted):
+    def forward(self, x: Tensor) -> Any:
+        self.count()
+        return x + _Product.apply(x, self.linear.weight).tanh()  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("kind", ["Pipe", "pipeline"])
+@pytest.mark.parametrize("schedule", [CALL, "1f1b", "zb-h1"])
+def test_functions_in_python_beside_hooks_on_weights_are_recomputed_once(
+    schedule: str, kind: str
+) -> None:
+    calls = Counter[str]()
+    layers = [Fused(partial(calls.update, [name])) for name in "abcd"]
+    for layer in layers:
+        weight: Any = layer.linear.weight
+        weight.register_hook(lambda gradient: gradient)
+    with of_kind(kind, nn.Sequential(*layers), "always") as pipe:
+        calls.clear()
+        take_step(pipe, Way(schedule, "always"), torch.randn(8, SIZE), loss_fn=_loss)
+    assert calls == dict.fromkeys("abcd", 2 * CHUNKS)
