@@ -226,7 +226,7 @@ class MicroBatchForward:
         self._current.end()
         try:
             self.j = j
-            stage.links.y.send(self.i, ())
+            stage.handlers[FORWARD].send(self.i, ())
             self._hand_off.hand_back(stage.place.j, SENT)
             self._stage = None
             self._stage = self._hand_off.take()

@@ -24,8 +24,6 @@ from pipert.any_model.shared_state import Inspection, SharedState
 from pipert.layers.batchnorm import DeferredStats
 from pipert.layers.intercepted import calls_of, forget_devices, intercept, is_unseen, release
 from pipert.model.cuts import lookup
-from pipert.schedules.action import FORWARD
-from pipert.stage.actions import ACTIONS, Actions
 from pipert.stage.assembly import Layered, assemble
 from pipert.stage.loss import StepFunction
 from pipert.stage.run import Run
@@ -33,7 +31,7 @@ from pipert.stage.stage import Stage
 from pipert.stage.step import Step
 
 
-class AnyModel:
+class AnyModel(Layered):
     """A model whose own ``forward`` a pipe runs: its layers, their homes, and its threads.
 
     Args:
@@ -43,16 +41,18 @@ class AnyModel:
         devices: the device of each partition.
     """
 
+    keeps_forward = True
+
     def __init__(
         self, module: nn.Module, partitions: Sequence[nn.Sequential], cuts: Sequence[str],
         devices: Sequence[torch.device],
     ) -> None:  # fmt: skip
-        self.module = module
-        self.partitions = tuple(partitions)
+        super().__init__(partitions, ((),) * len(partitions))
+        self.module = self.entry = module
+        self.norm_parts = [module]  # a layer may be called in any partition
         self.threads = MicroBatchThreads()
         self.layers = ModelLayers(module, partitions, cuts)
         self._begun = {name: p._modules[name] for name, p in zip(cuts, partitions[1:], strict=True)}
-        self._model = Layered(self.partitions, ((),) * len(partitions), keeps_forward=True)
         self._shared = SharedState([module])
         self._intercepted = [*self.layers.encoders, *self.layers]
         intercept(self._intercepted)
@@ -60,14 +60,6 @@ class AnyModel:
         if len(set(devices)) > 1:  # also when the pipe is closed: they stay on their devices
             for layer in self.layers.values():
                 calls_of(layer.module).bring = partial(self.layers.call_by_itself, layer, devices)
-
-    @property
-    def entry(self) -> nn.Module:
-        return self.module
-
-    @property
-    def norm_parts(self) -> Sequence[nn.Module]:
-        return [self.module]  # a layer may be called in any partition
 
     def function_of(self, step: StepFunction | None) -> StepFunction | None:
         return step
@@ -80,7 +72,7 @@ class AnyModel:
         whole = None if stats is None else stats.partitions[0]
         model_run = ModelRun(run, self.module, self.layers, step, whole)
         actions = ModelActions(model_run, self.threads)
-        stages = assemble(run, self._model, inputs, step, None, actions.table())
+        stages = assemble(run, self, inputs, step, None, actions.forward)
         for stage in stages:
             stage.layers.copies = model_run.parameters
         model_run.draws = any(stage.layers.draws for stage in stages)
@@ -130,10 +122,6 @@ class ModelActions:
         self._model_run = model_run
         self._threads = threads
         self._microbatches: dict[int, MicroBatchForward] = {}
-
-    def table(self) -> Actions:
-        """Return the function that carries out each kind of action."""
-        return {**ACTIONS, FORWARD: self.forward}
 
     def forward(self, stage: Stage, i: int, x: Value) -> Value:
         """Carry out ``F[i,j]``: hand off to micro-batch ``i``, which partition 0 starts."""

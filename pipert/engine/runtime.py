@@ -40,7 +40,7 @@ from pipert.recompute.effects import Effects
 from pipert.schedules.action import RECOMPUTE
 from pipert.schedules.plan import Plan, plan_call
 from pipert.skip import store
-from pipert.stage.assembly import Model
+from pipert.stage.assembly import Layered
 from pipert.stage.run import Run
 from pipert.stage.step import Step
 from pipert.status import Statistics
@@ -64,7 +64,7 @@ class Runtime:
 
     def __init__(
         self,
-        model: Model,
+        model: Layered,
         devices: Sequence[torch.device],
         workers: Sequence[int],
     ) -> None:

@@ -42,7 +42,7 @@ from pipert.observe.event import Observer
 from pipert.pipes.settings import Settings
 from pipert.recompute.public import is_recomputing
 from pipert.schedules.plan import BOUNDED, Plan, Schedule, maker_of, plan, recomputed_in_each
-from pipert.stage.assembly import Model
+from pipert.stage.assembly import Layered
 from pipert.stage.backward import unpartitioned_weights
 from pipert.stage.loss import (
     NO_LOSS_FN,
@@ -71,7 +71,7 @@ class PipeBase(Settings):
     _workers: list[int]
 
     @abstractmethod
-    def _model(self) -> Model:
+    def _model(self) -> Layered:
         """Return the model as the runtime runs it."""
 
     def _start(self) -> None:

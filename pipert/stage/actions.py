@@ -16,7 +16,7 @@ the graph, and ``B`` autograd's own walk along it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Protocol
@@ -135,9 +135,7 @@ def compute_seen(stage: Stage, i: int, segments: Segments | None, x: Value) -> V
     return y
 
 
-Actions = Mapping[str, Execute]
-
-ACTIONS: Actions = {
+ACTIONS: dict[str, Execute] = {
     FORWARD: forward, RECOMPUTE: recompute, BACKWARD: backward, WEIGHT: weight_gradients,
 }  # fmt: skip
 """One row per kind of action. A row of ``schedules.action.RULES`` says what it depends on."""

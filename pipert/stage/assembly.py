@@ -7,8 +7,7 @@ or last stage, one device or several.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from itertools import chain
 
 from torch import nn
 
@@ -19,72 +18,54 @@ from pipert.layers.parameter_copies import weights_elsewhere
 from pipert.layers.place import Place, last_layer
 from pipert.layers.random_numbers import draws
 from pipert.observe.event import WAIT
+from pipert.schedules.action import BACKWARD, FORWARD
 from pipert.skip.namespace import Key
-from pipert.stage.actions import ACTIONS, Actions
+from pipert.stage.actions import ACTIONS
 from pipert.stage.call_boundary import CallBoundary
 from pipert.stage.copies import Copies
 from pipert.stage.links import NOWHERE, Link, between, from_caller, to_caller
 from pipert.stage.loss import StepFunction
 from pipert.stage.run import Run
-from pipert.stage.stage import Links, Stage
+from pipert.stage.stage import Execute, Stage
 from pipert.stage.step import Step
 from pipert.stage.step_boundary import StepBoundary
 
 
-class Model(Protocol):
-    """A model as a pipe runs it."""
+class Layered:
+    """A model as a pipe runs it: its layers are called one by one.
 
-    @property
-    def partitions(self) -> tuple[nn.Sequential, ...]:
-        """The layers of each partition."""
+    Args:
+        partitions: the layers of each partition.
+        skips: for each partition, the skips that it stashes and pops.
+    """
 
-    @property
-    def entry(self) -> nn.Module | None:
+    keeps_forward = False
+    """Whether a ``forward`` of the model's own calls the layers: it brings to them what comes from
+    any earlier partition, and weights of other devices."""
+
+    def __init__(
+        self, partitions: Sequence[nn.Sequential], skips: Sequence[tuple[Key, ...]]
+    ) -> None:
+        self.partitions, self.skips = tuple(partitions), tuple(skips)
+        layers = chain.from_iterable(self.partitions)
+        self.entry: nn.Module | None = next(layers, None)
         """The module that receives the arguments of a call; ``None`` without layers."""
-
-    @property
-    def norm_parts(self) -> Sequence[nn.Module]:
+        self.norm_parts: Sequence[nn.Module] = self.partitions
         """The parts whose running statistics are each noted by one worker."""
 
     def function_of(self, step: StepFunction | None) -> StepFunction | None:
         """Return the user's function that calls the model in a step, if there is one."""
-
-    def assemble(
-        self, run: Run, inputs: list[Value], step: Step | None, stats: DeferredStats | None
-    ) -> list[Stage]:
-        """Make the stages of a run, as :func:`assemble` does."""
-
-
-@dataclass(frozen=True, slots=True)
-class Layered:
-    """A model whose layers are called one by one."""
-
-    partitions: tuple[nn.Sequential, ...]
-    skips: tuple[tuple[Key, ...], ...]
-    """For each partition, the skips that it stashes and pops."""
-    keeps_forward: bool = False
-    """Whether a ``forward`` of the model's own calls the layers: it brings to them what comes from
-    any earlier partition, and weights of other devices."""
-
-    @property
-    def entry(self) -> nn.Module | None:
-        return next((layer for partition in self.partitions for layer in partition), None)
-
-    @property
-    def norm_parts(self) -> Sequence[nn.Module]:
-        return self.partitions
-
-    def function_of(self, step: StepFunction | None) -> None:
-        """Refuse a function that calls the model."""
         if step is not None:
             raise TypeError(
                 "step calls the model as a whole, which a Pipe has cut into layers; make the pipe "
                 "with pipert.pipeline(module, cuts), or give loss_fn"
             )
+        return None
 
     def assemble(
         self, run: Run, inputs: list[Value], step: Step | None, stats: DeferredStats | None
     ) -> list[Stage]:
+        """Make the stages of a run, as :func:`assemble` does."""
         return assemble(run, self, inputs, step, stats)
 
 
@@ -94,27 +75,28 @@ def assemble(
     inputs: list[Value],
     step: Step | None,
     stats: DeferredStats | None,
-    actions: Actions = ACTIONS,
+    forward: Execute = ACTIONS[FORWARD],
 ) -> list[Stage]:
     """Make the stages of ``run``, which goes backward as well if there is a ``step``.
 
     The run empties ``inputs``, one value per micro-batch, as it proceeds. Deferred running
-    statistics are noted in ``stats``. ``actions`` says how to carry out each kind of action.
+    statistics are noted in ``stats``. ``forward`` carries out ``F``.
     """
     n = len(model.partitions)
     weights = weights_elsewhere(model.partitions, () if model.keeps_forward else run.devices)
     previous = ["", *map(last_layer, model.partitions)]
     places = [Place(j, n, run.plan.m, run.devices[j], previous[j]) for j in range(n)]
     exit_link = to_caller(run.outputs) if step is None else NOWHERE
-    values = [from_caller(inputs), *(_between(run, place) for place in places[1:]), exit_link]
-    gradients = [NOWHERE] * (n + 1)
-    if step is not None:
-        gradients[1:-1] = [_between(run, place) for place in places[:-1]]
+    values = [from_caller(inputs), *[_between(run, place) for place in places[1:]], exit_link]
+    gradients = [NOWHERE, *[_between(run, place) for place in places[:-1]], NOWHERE]
+    actions = {**ACTIONS, FORWARD: forward}
     stages = []
     for j, (partition, place) in enumerate(zip(model.partitions, places, strict=True)):
         skips = model.skips[j]
         layers = _layers(run, partition, place, bool(skips), step)
-        links = Links(values[j], values[j + 1], gradients[j], gradients[j + 1])
+        links = {FORWARD: (values[j], values[j + 1])}
+        if step is not None:
+            links[BACKWARD] = gradients[j + 1], gradients[j]
         copies = Copies(run, j, bool(skips), step is not None, model.keeps_forward)
         partition_stats = stats.partitions[j] if stats else None
         ends = _ends(run, place, copies, step, model.keeps_forward)

@@ -26,6 +26,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 from pipert._typing import Value
@@ -35,7 +36,7 @@ from pipert.layers.parameter_copies import ParameterCopies, Weights
 from pipert.layers.place import Place
 from pipert.queues.closable import Once
 from pipert.recompute.public import begin_microbatch, end_microbatch
-from pipert.schedules.action import BACKWARD, FORWARD, WEIGHT, Action
+from pipert.schedules.action import BACKWARD, WEIGHT, Action
 from pipert.skip.namespace import Key
 from pipert.skip.store import Carried, Stashed
 from pipert.stage.call_boundary import CallBoundary
@@ -61,18 +62,6 @@ class Handler(NamedTuple):
     """Takes the micro-batch and the result, or ``NOT_RUN``. Never blocks."""
 
 
-class Links(NamedTuple):
-    """The links of one stage, for inputs and outputs.
-
-    In a step also those that tell which ``B`` is done; gradients wait in the ledger.
-    """
-
-    x: Link
-    y: Link
-    dx: Link
-    dy: Link
-
-
 @dataclass(slots=True, eq=False, repr=False)
 class Stage:
     """Partition *j* in one run.
@@ -85,7 +74,9 @@ class Stage:
     layers: Layers
     skips: tuple[Key, ...]
     """The skips that the partition stashes and pops. If there are any, values are ``Carried``."""
-    links: Links
+    links: dict[str, tuple[Link, Link]]
+    """By kind of action, the links for inputs and results; in a step ``B`` only tells that it is
+    done, since gradients wait in the ledger."""
     boundary: CallBoundary | StepBoundary
     weights_elsewhere: Weights
     """The parameters that layers compute with copies of; empty once these are made."""
@@ -117,13 +108,10 @@ class Stage:
     def handler_for(self, kind: str, execute: Execute) -> Handler:
         """Return the handler of actions of ``kind``, which ``execute`` computes."""
         context = self.run.context
-        if kind == FORWARD:
-            return Handler(self.links.x.receive, context.on_worker, execute, self.links.y.send)
-        if kind == BACKWARD:
-            going_back = context.going_back_on_worker
-            return Handler(self.links.dy.receive, going_back, execute, self.links.dx.send)
-        around = context.going_back_on_worker if kind == WEIGHT else context.on_worker
-        return Handler(NOWHERE.receive, around, execute, NOWHERE.send)
+        receiving, sending = self.links.get(kind, (NOWHERE, NOWHERE))
+        goes_back = kind in (BACKWARD, WEIGHT)
+        around = context.going_back_on_worker if goes_back else context.on_worker
+        return Handler(receiving.receive, around, execute, sending.send)
 
     def copy_weights(self, i: int) -> None:
         """Copy the parameters that live elsewhere, for the layers; once per run."""
@@ -163,7 +151,7 @@ class Stage:
 
         Wakes the worker if it waits for an input. The executing action drops its values at its end.
         """
-        for link in self.links:
+        for link in chain.from_iterable(self.links.values()):
             link.close()
         self.drop()
 
