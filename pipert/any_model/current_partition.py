@@ -93,7 +93,7 @@ class ModelRun:
         """Forget all micro-batches."""
         self.inspection = None
         if self.step is not None:
-            self.step.ledger.graphs.clear()
+            self.step.ledger.clear()
 
 
 class CurrentPartition:
@@ -103,7 +103,7 @@ class CurrentPartition:
         self._model_run = model_run
         self._i = i
         self._stage: Stage  # the current one, or the last
-        self._graph = None if model_run.step is None else MicroBatchGraph(i, model_run.step.ledger)
+        self._graph = None if model_run.step is None else MicroBatchGraph(i, model_run.step)
         is_on_gpus = model_run.parameters is not None  # or an argument is
         self._copies = TensorCopies(i, model_run.run) if is_on_gpus else None
         self._intercept: Intercept | None = None
@@ -159,7 +159,7 @@ class CurrentPartition:
         with intercept:
             loss = stage.step_boundary.compute_loss(self._i, y)
         if loss.requires_grad:
-            stage.step_boundary.step.ledger.graphs[self._i, stage.place.j].loss = loss
+            stage.step_boundary.step.ledger[self._i, stage.place.j].loss = loss
 
     def begin(self, stage: Stage) -> None:
         """Begin the partition of ``stage``, which has been handed off."""
@@ -178,7 +178,7 @@ class CurrentPartition:
         self._segments = stage.layers.segments(self._i) if self._i < stage.recomputed else None
         if self._graph is not None and shared.step is not None:
             self._graph.begin(place.j)
-            shared.step.ledger.graphs[self._i, place.j].segments = self._segments
+            shared.step.ledger[self._i, place.j].segments = self._segments
         if self._copies is not None:
             self._copies.begin(stage)
         if shared.inspection is not None:

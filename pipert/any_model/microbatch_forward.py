@@ -58,8 +58,7 @@ from pipert.queues.closable import Once
 from pipert.queues.locks import Latch
 from pipert.recompute.public import begin_microbatch, end_microbatch
 from pipert.schedules.action import FORWARD, Action
-from pipert.stage.links import SENT
-from pipert.stage.stage import Stage
+from pipert.stage.stage import SENT, Stage
 from pipert.workers.worker import NOT_RUN, WorkerThread
 
 

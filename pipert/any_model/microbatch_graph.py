@@ -2,7 +2,7 @@
 
 One thread makes and numbers all nodes of a micro-batch (but see rules 2 and 3 of
 ``autograd.leaves``). So the number of a tensor's node tells which partition has made the tensor.
-Where a later partition uses it, the tensor crosses (``stage.links``): a *boundary tensor*, with
+Where a later partition uses it, the tensor crosses (``stage.step``): a *boundary tensor*, with
 the same values but another graph, takes its place.
 
 A boundary tensor ``s`` may be changed in place. The model still holds the tensor ``x`` of the
@@ -37,8 +37,8 @@ from pipert.autograd import order
 from pipert.autograd.leaves import Reachable, find_leaves
 from pipert.autograd.order import ENTERED
 from pipert.batch.tensors import differentiable, version
-from pipert.stage.links import Ledger
 from pipert.stage.shared_memory import overlap
+from pipert.stage.step import Step
 
 
 class _Boundary:
@@ -147,12 +147,12 @@ class MicroBatchGraph:
 
     Args:
         i: the micro-batch.
-        ledger: that of the step.
+        step: what its stages share.
     """
 
-    def __init__(self, i: int, ledger: Ledger) -> None:
+    def __init__(self, i: int, step: Step) -> None:
         self._i = i
-        self._ledger = ledger
+        self._step = step
         self.boundary = BoundaryTensors(cuts=True)
         self.j = self.first = 0
         """The partition that is running, or the last one, and the number of its first node."""
@@ -166,7 +166,7 @@ class MicroBatchGraph:
         self.j, self.first = j, node_count()
         start = next(iter(self._numbers.values())).start if self._numbers else self.first
         self.earlier = range(start, self.first)
-        self._ledger.graphs[self._i, j].find_reachable = partial(self._find_reachable, j)
+        self._step.ledger[self._i, j].find_reachable = partial(self._find_reachable, j)
 
     def end(self) -> None:
         """End the partition."""
@@ -187,7 +187,7 @@ class MicroBatchGraph:
         return entered
 
     def _cross(self, origin: int | None, tensors: Tensors, values: Tensors) -> Tensors:
-        entered = self._ledger.cross(self._i, self.j, origin, tensors, values)
+        entered = self._step.cross(self._i, self.j, origin, tensors, values)
         entered[0].grad_fn.mark = self._mark  # type: ignore[union-attr]
         return entered
 
@@ -226,7 +226,7 @@ class MicroBatchGraph:
             inputs: the tensors to differentiate by.
             brought: the boundary tensors that take their places, or themselves.
         """
-        graphs = [self._ledger.graphs[self._i, j] for j in (*self._numbers, self.j)]
+        graphs = [self._step.ledger[self._i, j] for j in (*self._numbers, self.j)]
         entered = [crossing for graph in graphs for crossing in graph.entered]
         cut = {each.entered.node: each.left for each in entered if each.left is not None}
         wanted = set(_nodes(inputs))

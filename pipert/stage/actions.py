@@ -80,7 +80,7 @@ def recompute(stage: Stage, i: int, _: Value) -> None:
     """Carry out ``R[i,j]`` of a step: build the graph that a checkpointed ``F[i,j]`` has not."""
     cut = stage.step_boundary
     assert cut is not None
-    graph = cut.step.ledger.graphs.get((i, stage.place.j))
+    graph = cut.step.ledger.get((i, stage.place.j))
     if graph is not None and graph.segments is not None:
         graph.segments.recompute(True)
 
@@ -89,7 +89,7 @@ def backward(stage: Stage, i: int, _: Value) -> Value:
     """Carry out ``B[i,j]`` of a step: go back from the loss and from what later partitions used."""
     cut, trace, action = stage.step_boundary, stage.run.trace, Action(BACKWARD, i, stage.place.j)
     assert cut is not None
-    graph = cut.step.ledger.graphs.pop((i, action.j), None)
+    graph = cut.step.ledger.pop((i, action.j), None)
     ys, dys = ([], []) if graph is None else begin(cut, i, graph)
     with trace.task(action, stage.place.device) if trace.is_watched else NOTHING:
         if graph is not None:

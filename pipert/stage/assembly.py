@@ -23,10 +23,9 @@ from pipert.skip.namespace import Key
 from pipert.stage.actions import ACTIONS
 from pipert.stage.call_boundary import CallBoundary
 from pipert.stage.copies import Copies
-from pipert.stage.links import NOWHERE, Link, between, from_caller, to_caller
 from pipert.stage.loss import StepFunction
 from pipert.stage.run import Run
-from pipert.stage.stage import Execute, Stage
+from pipert.stage.stage import NOWHERE, Execute, Link, Stage, between, from_caller, to_caller
 from pipert.stage.step import Step
 from pipert.stage.step_boundary import StepBoundary
 

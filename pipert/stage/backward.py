@@ -22,8 +22,8 @@ from pipert.autograd.weight_gradients import WeightDeferral, is_free_of_hooks
 from pipert.batch.tensors import alone
 from pipert.errors import NestedCheckpointError
 from pipert.stage.gradients import Gradients as Sums
-from pipert.stage.links import PartitionGraph
 from pipert.stage.stage import Stage
+from pipert.stage.step import PartitionGraph
 from pipert.stage.step_boundary import StepBoundary
 from pipert.workers.context import NOTHING
 

@@ -3,6 +3,10 @@
 A worker takes each action of a stage as a :class:`Task`: it receives the input from a link, calls
 the function of ``actions`` that carries it out, and sends the result over a link.
 
+Links end with their run. They never tell micro-batches apart: all stages have them in one order
+(rule 4 of ``schedules.plan``), so a FIFO is enough. Only the inputs from the caller, who has them
+all at once, are received by number.
+
 The ends of a stage govern how values enter and leave it. Only they differ between a call and a
 step:
 
@@ -22,6 +26,7 @@ B[i,j]        autograd's walk along the graph         the engine's walk from the
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -34,17 +39,70 @@ from pipert.layers.batchnorm import PartitionStats
 from pipert.layers.call import Layers
 from pipert.layers.parameter_copies import ParameterCopies, Weights
 from pipert.layers.place import Place
-from pipert.queues.closable import Once
+from pipert.queues.closable import ClosableQueue, Once
 from pipert.recompute.public import begin_microbatch, end_microbatch
 from pipert.schedules.action import BACKWARD, WEIGHT, Action
 from pipert.skip.namespace import Key
 from pipert.skip.store import Carried, Stashed
 from pipert.stage.call_boundary import CallBoundary
-from pipert.stage.links import NOWHERE, Link
 from pipert.stage.run import Outcome, Run
 from pipert.stage.shared_memory import Shared, find_shared
 from pipert.stage.step_boundary import StepBoundary
 from pipert.workers.worker import NOT_RUN
+
+
+class _Sent(enum.Enum):
+    SENT = "sent"
+
+
+SENT = _Sent.SENT
+"""Takes the place of a value that has been sent already, by whoever computed it."""
+
+
+class Link(NamedTuple):
+    """A link that carries one value per micro-batch."""
+
+    send: Callable[[int, Value], None]
+    """Sends the value of a micro-batch, or ``NOT_RUN``; ignores ``SENT``. Never blocks."""
+    receive: Callable[[int], Value]
+    """Waits for the value of a micro-batch. Returns ``NOT_RUN`` if there will be none."""
+    close: Callable[[], object]
+    """Wakes all who wait, and drops what is on its way. Thread-safe."""
+
+
+NOWHERE = Link(lambda i, value: None, lambda i: (), lambda: None)
+"""Discards what is sent, and delivers an empty tuple."""
+
+
+def between() -> Link:
+    """Return a link from one stage to the next: a queue."""
+    queue: ClosableQueue[tuple[Value]] = ClosableQueue()  # a value may be None
+
+    def send(i: int, value: Value) -> None:
+        if value is not SENT:
+            queue.put((value,))
+
+    def receive(i: int) -> Value:
+        (value,) = queue.get() or (NOT_RUN,)  # the run was given up
+        return value
+
+    return Link(send, receive, queue.drain)
+
+
+def from_caller(inputs: list[Value]) -> Link:
+    """Return a link to the first stage, which empties ``inputs`` as the run proceeds."""
+
+    def receive(i: int) -> Value:
+        value, inputs[i] = inputs[i], None
+        return value
+
+    return Link(NOWHERE.send, receive, inputs.clear)
+
+
+def to_caller(outputs: list[Value]) -> Link:
+    """Return a link from the last stage to ``outputs``, which the caller reads after the run."""
+    return Link(lambda i, value: outputs.append(value), NOWHERE.receive, outputs.clear)
+
 
 Execute = Callable[["Stage", int, Value], Value]
 

@@ -1,22 +1,40 @@
-"""Holds what the stages of a step share, and ends it: outputs, the loss, gradients delivered."""
+"""Holds what the stages of a step share, and ends it: outputs, the loss, gradients delivered.
+
+The *ledger* remembers where gradients go in a step, whose graph is cut between partitions.
+
+A tensor *crosses* where a later partition uses it: it enters that partition with the same values
+and a graph of its own. The ledger has both edges of each crossing: the one at which the tensor left
+the graph of the partition that has made it, and the one at which it entered the other. ``B`` of the
+partition that it entered notes its gradient, with which ``B`` of the other begins::
+
+    F[i,j]     y ----left            B[i,j]     begins at ``left`` with the gradient
+                      | crossing                    ^
+    F[i,k]           entered----z    B[i,k]     notes the gradient at ``entered``
+
+All ``F`` of a micro-batch run one after the other, and so do all ``B``, which come later. So nobody
+else uses what a task finds here, and each list is in a fixed order.
+"""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node
 
 from pipert._torch import next_hook
 from pipert._typing import Tensors, Value
-from pipert.autograd.leaves import find_leaves
+from pipert.autograd import order
+from pipert.autograd.leaves import Reachable, find_leaves
 from pipert.batch.joining import gather
 from pipert.batch.tensors import differentiable
 from pipert.layers.place import Place
 from pipert.layers.random_numbers import RunSeed
+from pipert.recompute.segment import Segments
 from pipert.stage.gradients import Arriving, Gradients, delivery, gathered
-from pipert.stage.links import Ledger
 from pipert.stage.loss import Loss
 
 
@@ -24,6 +42,35 @@ def detached(value: Value) -> Value:
     """Return ``value`` without its graph."""
     tensors, rebuild = differentiable(value)
     return rebuild(tuple([tensor.detach() for tensor in tensors])) if tensors else value
+
+
+@dataclass(slots=True, eq=False)
+class Crossing:
+    """A tensor of an earlier partition, or an input, that partition ``j`` uses."""
+
+    j: int
+    left: GradientEdge | None
+    """Its place in the graph of the partition that made it; ``None`` for an input."""
+    entered: GradientEdge
+    """Its place in the graph of partition ``j``."""
+    gradient: Tensor | None = None
+    """What ``B[i,j]`` has found, on the device of partition ``j``."""
+
+
+@dataclass(slots=True, eq=False)
+class PartitionGraph:
+    """What ``B[i,j]`` needs from ``F[i,j]``."""
+
+    entered: list[Crossing] = field(default_factory=list)
+    """The tensors that entered the partition."""
+    left: list[Crossing] = field(default_factory=list)
+    """The tensors made in the partition that later ones use."""
+    loss: Tensor | None = None
+    """The loss, in the last partition."""
+    segments: Segments | None = None
+    """What ``R[i,j]`` repeats, if the micro-batch is checkpointed."""
+    find_reachable: Callable[[list[Node]], Reachable] | None = None
+    """Returns what is behind the ends of the graph; by default the stage's nodes are its own."""
 
 
 @dataclass
@@ -34,7 +81,10 @@ class Step:
     keep_outputs: bool = False
     extra_parameters: Callable[[], Iterable[Tensor]] = tuple
     """Returns parameters of no partition: those of the model's own code and of the loss."""
-    ledger: Ledger = field(default_factory=Ledger)
+    ledger: dict[tuple[int, int], PartitionGraph] = field(
+        default_factory=lambda: defaultdict(PartitionGraph)
+    )
+    """The graphs from ``F`` until ``B``, by micro-batch and partition."""
     first_hook: int = field(default_factory=next_hook)
     """Hooks registered in the step have numbers from this on."""
     losses: dict[int, Tensor] = field(default_factory=dict)
@@ -45,6 +95,22 @@ class Step:
     inputs: list[Tensors] = field(default_factory=list)
     """For each micro-batch, the differentiable tensors of its input, in the caller's graph."""
     input_gradients: dict[int, Sequence[Tensor | None]] = field(default_factory=dict)
+
+    def cross(
+        self, i: int, j: int, origin: int | None, tensors: Tensors, values: Tensors
+    ) -> Tensors:
+        """Return tensors with these ``values`` that begin a graph in partition ``j``.
+
+        They take the places of ``tensors``, which partition ``origin`` has made, or the caller.
+        """
+        entered = order.enter(values)
+        for tensor, begun in zip(tensors, entered, strict=True):
+            left = None if origin is None else order.edge_of(tensor)
+            crossing = Crossing(j, left, order.edge_of(begun))
+            self.ledger[i, j].entered.append(crossing)
+            if origin is not None:
+                self.ledger[i, origin].left.append(crossing)
+        return entered
 
     def compute_loss(
         self, i: int, place: Place, seed: RunSeed, y: Value, target: Value
@@ -80,7 +146,7 @@ class Step:
     def drop(self) -> None:
         """Drop everything, since nobody waits for it; a task may still be executing."""
         self.inputs.clear()
-        for kept in (self.losses, self.outputs, self.input_gradients, self.ledger.graphs):
+        for kept in (self.losses, self.outputs, self.input_gradients, self.ledger):
             kept.clear()
 
     def commit(self, sums: Sequence[Gradients]) -> Tensor:

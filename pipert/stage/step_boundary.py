@@ -74,7 +74,7 @@ class StepBoundary:
             values, rebuild = differentiable(x)
         if not xs:
             return x
-        crossed: Value = rebuild(self.step.ledger.cross(i, self._place.j, origin, xs, values))
+        crossed: Value = rebuild(self.step.cross(i, self._place.j, origin, xs, values))
         return crossed
 
     def leave(self, i: int, y: Value, segments: Segments | None) -> Value:
@@ -82,7 +82,7 @@ class StepBoundary:
         self.copies.let_others_copy(i)
         ys, _ = differentiable(y)
         if ys:
-            graph = self.step.ledger.graphs[i, self._place.j]
+            graph = self.step.ledger[i, self._place.j]
             graph.segments = segments
             if self._is_last:
                 graph.loss = ys[0]
