@@ -18,8 +18,14 @@ from pipert.distributed.rank_messages import Arrived, RankPlace, pack, transfers
 from pipert.layers.compiling import refuse_tracers
 from pipert.layers.modules import compute_cached
 from pipert.layers.random_numbers import next_seed
-from pipert.stage.loss import Loss, check_step, denominator_of, loss_of, scale_of
-from pipert.stage.loss_checks import LossChecks, StepCall
+from pipert.stage.loss import Loss
+from pipert.stage.loss_checks import (
+    LossChecks,
+    StepCall,
+    check_step,
+    denominator_of,
+    scale_of,
+)
 
 
 class RankSettings(NamedTuple):
@@ -81,20 +87,19 @@ def prepare(
             inputs = _for_all(inputs, device)
     if is_step:
         function = check_step(call.loss_fn, call.reduction)
-        scale = scale_of(call.loss_scale, [device])
+        scale = scale_of(call.loss_scale, device)
         # Reading a scale on a GPU would wait for the GPU.
         value = "on a GPU" if isinstance(scale, Tensor) and scale.is_cuda else float(scale)
         shown = None if call.loss_scale is None else value
         kind = f"forward_backward with reduction={call.reduction!r} and loss_scale={shown}"
         if len(site.homes) - 1 in modules:
-            denominator = denominator_of(call.denominator, [device])
+            denominator = denominator_of(call.denominator, device)
             targets, target_sizes = _split_target(call)
 
             def make_loss(m: int, sizes: Sequence[int]) -> Loss:
                 each = list(targets) if target_sizes else [targets[0]] * m
-                loss = loss_of(function, each, sizes, call.reduction, denominator, scale)
-                loss.watch = checks.of_step(call, Batch(each, each, sizes))
-                return loss
+                watch = checks.of_step(call, Batch(each, each, sizes))
+                return Loss(function, each, sizes, call.reduction, denominator, scale, watch)
 
             loss_of_sizes = make_loss
     mode = "training" if any(m.training for m in modules.values()) else "evaluation"

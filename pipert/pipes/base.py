@@ -44,17 +44,14 @@ from pipert.recompute.public import is_recomputing
 from pipert.schedules.plan import BOUNDED, Plan, Schedule, maker_of, plan, recomputed_in_each
 from pipert.stage.assembly import Layered
 from pipert.stage.backward import unpartitioned_weights
-from pipert.stage.loss import (
-    NO_LOSS_FN,
-    LossFunction,
-    StepFunction,
+from pipert.stage.loss import NO_LOSS_FN, Loss, LossFunction, StepFunction, own_loss
+from pipert.stage.loss_checks import (
+    LossChecks,
+    StepCall,
     check_step,
     denominator_of,
-    loss_of,
-    own_loss,
     scale_of,
 )
-from pipert.stage.loss_checks import LossChecks, StepCall
 from pipert.stage.step import Step
 from pipert.status import Statistics
 from pipert.timeline.timeline import Timeline, record
@@ -282,12 +279,12 @@ class PipeBase(Settings):
             call.args, call.kwargs, call.target, call.chunks, call.microbatches,
             as_arguments=call.own is None,
         )  # fmt: skip
-        m, n, last = len(batch.inputs), len(self._partitions), self._devices[-1:]
-        loss = loss_of(
+        m, n, last = len(batch.inputs), len(self._partitions), self._devices[-1]
+        loss = Loss(
             call.loss_fn, batch.targets, batch.sizes, call.reduction,
             denominator_of(call.denominator, last), scale_of(call.loss_scale, last),
+            self._checks.of_step(call, batch),
         )  # fmt: skip
-        loss.watch = self._checks.of_step(call, batch)
         if self._checks.steps == 1 and call.microbatches is None:
             self._advise(batch.inputs)
         checkpointed = recomputed_in_each(self._checkpoint_of(call.schedule), m, n)

@@ -1,68 +1,38 @@
-"""Computes the loss of a mini-batch from the losses of its micro-batches."""
+"""Computes the loss of a mini-batch from the losses of its micro-batches.
+
+Micro-batches' means are weighed by their rows. A sum where a mean is expected, or a mean beside a
+``denominator``, would be silently wrong. So in some steps ``loss_fn`` is called again for each half
+of the last micro-batch: a sum is that of the halves, a mean is between them.
+"""
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from numbers import Real
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pipert._typing import Value
-from pipert.batch.tensors import describe
+from pipert.batch.tensors import describe, tensors_of
 from pipert.errors import add_note
 from pipert.layers.place import Place
 from pipert.layers.random_numbers import RunSeed, TaskRng
+from pipert.recompute.snapshot import Buffers
 from pipert.schedules.action import FORWARD, Action
 
 LossFunction = Callable[[Any, Any], Tensor]
 """Takes the output and the target of a micro-batch; returns its loss."""
 
-
 StepFunction = Callable[..., Any]
 """Takes a micro-batch, calls the model, and returns its loss, or a pair of it and an output."""
 
-
-def check_step(
-    loss_fn: Any, reduction: Any, step: Any = None, target: Value = None
-) -> LossFunction:
-    """Return the loss function; refuse what a step cannot begin with.
-
-    Raises:
-        ValueError: ``reduction`` is unknown.
-        TypeError: neither it nor a ``step`` is a function, or both are given.
-        RuntimeError: gradients are disabled.
-    """
-    if reduction not in ("mean", "sum"):
-        raise ValueError(f"reduction must be 'mean' or 'sum', got {reduction!r}")
-    if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
-        raise RuntimeError(
-            "forward_backward computes gradients, which are disabled here; call it outside of "
-            "torch.no_grad() and torch.inference_mode(), or call the pipe for outputs alone"
-        )
-    if step is not None:
-        if loss_fn is not None or target is not None:
-            raise TypeError("step returns the loss, so it takes no loss_fn and no target")
-        if not callable(step):
-            raise TypeError(f"step must be a function of a micro-batch, got {step!r}")
-        return _returned
-    if loss_fn is None:
-        raise TypeError(NO_LOSS_FN)
-    if not callable(loss_fn):
-        raise TypeError(f"loss_fn must be a function of output and target, got {loss_fn!r}")
-    if isinstance(loss_fn, type) and issubclass(loss_fn, nn.Module):
-        name = loss_fn.__qualname__
-        raise TypeError(
-            f"loss_fn must be a function of output and target, got the class {name}; pass an "
-            f"instance of it, as loss_fn={name}()"
-        )
-    checked: LossFunction = loss_fn
-    return checked
-
+_TIMES = 8
+"""How many times of a single row are looked at: its output may be large."""
 
 NO_LOSS_FN = (
     "loss_fn must be given, and by keyword, like the target: "
@@ -71,7 +41,7 @@ NO_LOSS_FN = (
 )
 
 
-def _returned(loss: Any, _: Value) -> Any:
+def returned(loss: Any, _: Value) -> Any:
     """Return the loss that a step's own function has computed."""
     return loss
 
@@ -106,121 +76,112 @@ def own_loss(output: Value, _: Value) -> Tensor:
     return loss
 
 
-def loss_of(
-    function: LossFunction,
-    targets: Sequence[Value],
-    sizes: Sequence[int],
-    reduction: str,
-    denominator: float | Tensor | None,
-    scale: float | Tensor,
-) -> Loss:
-    """Return the loss of a mini-batch whose micro-batches have ``sizes`` rows, if they have."""
-    weights = sizes or [1] * len(targets)
-    total = sum(weights)
-    adds_up = reduction == "sum" or denominator is not None or not total
-    shares = [1.0 if adds_up else weight / total for weight in weights]
-    return Loss(function, targets, shares, scale, denominator, sizes)
+class HalvedRows:
+    """Compares the loss of the last micro-batch with those of its halves.
 
-
-def denominator_of(
-    denominator: float | Tensor | None, devices: Sequence[torch.device]
-) -> float | Tensor | None:
-    """Return what the sum of losses is divided by: a number, or on a GPU a tensor, not read.
-
-    A tensor on a GPU is copied to the device of the loss by the caller, as in :func:`scale_of`.
-
-    Raises:
-        TypeError: it is no number, or a tensor that requires grad.
-        ValueError: it is negative or not finite, as far as is known without waiting.
+    Args:
+        rows: how many it has; 0 if that is unknown.
+        is_divided: whether the losses are sums, to be divided by a ``denominator``.
+        when_clear: called once it is known what ``loss_fn`` returns.
     """
-    if denominator is None:
-        return None
-    is_number = isinstance(denominator, Real)
-    if isinstance(denominator, Tensor):
-        kind = denominator.is_complex() or denominator.is_meta or denominator.requires_grad
-        is_number = denominator.numel() == 1 and not kind
-    if not is_number:
-        raise TypeError(
-            "denominator must be a number or a tensor of one element that requires no grad, such "
-            f"as (target != -100).sum(), got {describe(denominator)}"
-        )
-    if isinstance(denominator, Tensor) and denominator.is_cuda:
-        return denominator.reshape(()).to(devices[0] if devices else denominator.device)
-    number = float(denominator)
-    counted = isinstance(denominator, Tensor)  # in a batch perhaps nothing does
-    if not (math.isfinite(number) and (number > 0 or counted and number == 0)):
-        raise ValueError(f"denominator must be finite and positive, got {number}")
-    return number
 
+    def __init__(self, rows: int, is_divided: bool, when_clear: Callable[[], None]) -> None:
+        self._rows, self._is_divided, self._when_clear = rows, is_divided, when_clear
+        self._losses: list[Tensor] = []
 
-def scale_of(
-    scale: float | Tensor | torch.amp.GradScaler | None, devices: Sequence[torch.device]
-) -> float | Tensor:
-    """Return the factor for gradients; ``GradScaler.scale`` computes it, and marks it as used.
+    def look(self, function: LossFunction, loss: Tensor, output: Value, target: Value) -> None:
+        """Compute the loss of each half. A function that takes no other rows says nothing.
 
-    A tensor on a GPU is copied to the device of the loss by the caller: on his streams the copy
-    comes after what computes the tensor and before what writes it next, as ``GradScaler.update``
-    does.
-    """
-    if scale is None:
-        return 1.0
-    if isinstance(scale, torch.amp.GradScaler):
-        one = torch.ones((), device=devices[0] if devices else None)
-        return scale.scale(one)
-    if isinstance(scale, float | int):
-        return scale
-    where = ""
-    if isinstance(scale, Tensor):
-        if scale.numel() == 1 and not (scale.is_complex() or scale.is_meta):
-            scale = scale.detach().reshape(())
-            return scale.to(devices[0]) if scale.is_cuda and devices else scale
-        where = " on the meta device, without a value" if scale.is_meta else ""
-    raise TypeError(f"loss_scale must be a number or a GradScaler, got {describe(scale)}{where}")
-
-
-class LossWatch(Protocol):
-    """Looks at the loss of a step's last micro-batch, see ``loss_checks``."""
-
-    def look(
-        self, function: LossFunction, loss: Tensor, output: Value, target: Value
-    ) -> None:
-        """Look at the loss, on the worker, without gradients."""
+        A single row, or its last times, is compared with the same twice.
+        """
+        tensors, rebuild = tensors_of((output, target))
+        sizes = [len(x) if x.dim() and not x.is_nested else 0 for x in tensors]
+        rows = self._rows or next((size for size in reversed(sizes) if size), 0)
+        is_single = rows == 1
+        if is_single:
+            times = [x.size(1) for x in tensors_of(target)[0] if x.dim() > 1 and not x.is_nested]
+            pairs = [(x, size and x.dim() > 1) for x, size in zip(tensors, sizes, strict=True)]
+            ends = [x[:, -_TIMES:] if deep and x.size(1) in times else x for x, deep in pairs]
+            each = zip(ends, sizes, strict=True)
+            tensors = tuple([torch.cat([x, x]) if size else x for x, size in each])
+            sizes, rows = [2 * size for size in sizes], 2
+        aside = Buffers(function.modules() if isinstance(function, nn.Module) else ())
+        losses, half = [loss], rows // 2
+        parts = [(0, half), (half, rows)] if half else []
+        for first, last in [(0, rows), *parts] if is_single else parts:
+            part = [
+                x[first * size // rows : last * size // rows] if size and size % rows == 0 else x
+                for x, size in zip(tensors, sizes, strict=True)
+            ]
+            try:
+                found = aside.put_aside(function, *rebuild(tuple(part)))
+            except Exception:  # noqa: BLE001  it may hold something of as many rows
+                return
+            losses += [found.detach()] if isinstance(found, Tensor) and found.numel() == 1 else []
+        self._losses = losses[-3:]
 
     def check(self) -> None:
-        """Warn of what was seen, in the caller."""
+        """Warn of a sum without a denominator, and of a mean with one."""
+        if len(self._losses) < 3:
+            return
+        loss, *halves = [float(each.double()) for each in self._losses]  # of all, and of parts
+        rtol = 1e-3 if self._losses[0].itemsize > 2 else 0.05  # of what was added up in bfloat16
+        counted = [half for half in halves if half == half]  # a mean of nothing is not a number
+        is_sum = all(halves) and math.isclose(sum(halves), loss, rel_tol=rtol)
+        low, high = min(counted, default=math.inf), max(counted, default=0.0)
+        slack = rtol * abs(loss)
+        is_mean = all(halves) and not is_sum and low - slack <= loss <= high + slack
+        if is_sum or is_mean:
+            self._when_clear()
+        if is_mean if self._is_divided else is_sum:
+            warnings.warn(_MEAN if self._is_divided else _SUM, UserWarning, stacklevel=6)
 
 
-@dataclass(eq=False)
+_SUM = (
+    "loss_fn returns a sum, that of the losses of halves of rows, and the loss is the mean of the "
+    "micro-batches' losses; give forward_backward reduction='sum', or a denominator=..."
+)
+_MEAN = (
+    "loss_fn returns a mean, one between those of halves of rows, and the denominator divides the "
+    "sum of the micro-batches' losses; let loss_fn return a sum, or leave out the denominator"
+)
+
+
 class Loss:
-    """The loss of a mini-batch: how each micro-batch's is computed, and how much it counts."""
+    """The loss of a mini-batch: how each micro-batch's is computed, and how much it counts.
 
-    _function: LossFunction
-    targets: Sequence[Value]
-    """The target of each micro-batch."""
-    _shares: Sequence[float]
-    """The weight of each micro-batch's loss in the sum."""
-    _scale: float | Tensor
-    """The factor for gradients."""
-    _denominator: float | Tensor | None = None
-    """What the sum of all losses is divided by, if it is."""
-    sizes: Sequence[int] = ()
-    """The number of rows of each micro-batch; empty if they came ready."""
-    is_differentiable: bool = False
-    """Whether the loss of any micro-batch requires grad."""
-    watch: LossWatch | None = None
-    """Looks at the last micro-batch's loss, in steps that are checked."""
+    Args:
+        function: computes the loss of a micro-batch.
+        targets: the target of each micro-batch.
+        sizes: the number of rows of each micro-batch; empty if they came ready.
+        reduction: ``'mean'`` or ``'sum'``.
+        denominator: what the sum of all losses is divided by, if it is.
+        scale: the factor for gradients.
+        watch: looks at the last micro-batch's loss, in steps that are checked.
+    """
 
-    draws: bool = field(init=False)
-    """Whether the function draws random numbers, or might."""
-
-    def __post_init__(self) -> None:
-        is_own = self._function in (_returned, own_loss)
-        self.draws = not (is_own or _is_functional(self._function))
-
-    @property
-    def is_returned(self) -> bool:
+    def __init__(
+        self,
+        function: LossFunction,
+        targets: Sequence[Value],
+        sizes: Sequence[int],
+        reduction: str,
+        denominator: float | Tensor | None,
+        scale: float | Tensor,
+        watch: HalvedRows | None,
+    ) -> None:
+        self._function, self._scale, self._denominator = function, scale, denominator
+        self.targets, self.sizes, self.watch = targets, sizes, watch
+        weights = sizes or [1] * len(targets)
+        total = sum(weights)
+        adds_up = reduction == "sum" or denominator is not None or not total
+        self._shares = [1.0 if adds_up else weight / total for weight in weights]
+        self.is_differentiable = False
+        """Whether the loss of any micro-batch requires grad."""
+        self.is_returned = function is returned
         """Whether the step's own function returns the loss, maybe with an output."""
-        return self._function is _returned
+        self.draws = not (self.is_returned or function is own_loss or _is_functional(function))
+        """Whether the function draws random numbers, or might."""
 
     @property
     def _name(self) -> str:

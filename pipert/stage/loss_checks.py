@@ -1,20 +1,20 @@
-"""Warns of a step whose loss is not that of the mini-batch, by its effect.
+"""Checks what a step is given, and warns of a loss that is not that of the mini-batch.
 
 Micro-batches' means are weighed by their rows. That is the mean over the mini-batch only if each
 row counts alike. Two mistakes are silent, so they are looked for in steps 1, 2, 4, 8 ... of a pipe,
 where reading a GPU's numbers does not matter:
 
 1. a mean over targets of which unequal numbers count, since some integers are ``IGNORED``;
-2. a sum where a mean is expected, or a mean beside a ``denominator``. ``loss_fn`` is called again
-   for each half of the last micro-batch: a sum is that of the halves, a mean is between them.
+2. a sum where a mean is expected, or a mean beside a ``denominator``, see :class:`.HalvedRows`.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -22,15 +22,111 @@ from torch import Tensor, nn
 
 from pipert._typing import Value
 from pipert.batch.microbatch import Batch
-from pipert.batch.tensors import tensors_of
-from pipert.recompute.snapshot import Buffers
+from pipert.batch.tensors import describe, tensors_of
 from pipert.schedules.plan import Schedule
-from pipert.stage.loss import LossFunction, StepFunction, own_loss
+from pipert.stage.loss import (
+    NO_LOSS_FN,
+    HalvedRows,
+    LossFunction,
+    StepFunction,
+    own_loss,
+    returned,
+)
 
-_TIMES = 8
-"""How many times of a single row are looked at: its output may be large."""
 IGNORED = -100
 """The default ``ignore_index`` of torch's losses."""
+
+
+def check_step(
+    loss_fn: Any, reduction: Any, step: Any = None, target: Value = None
+) -> LossFunction:
+    """Return the loss function; refuse what a step cannot begin with.
+
+    Raises:
+        ValueError: ``reduction`` is unknown.
+        TypeError: neither it nor a ``step`` is a function, or both are given.
+        RuntimeError: gradients are disabled.
+    """
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"reduction must be 'mean' or 'sum', got {reduction!r}")
+    if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            "forward_backward computes gradients, which are disabled here; call it outside of "
+            "torch.no_grad() and torch.inference_mode(), or call the pipe for outputs alone"
+        )
+    if step is not None:
+        if loss_fn is not None or target is not None:
+            raise TypeError("step returns the loss, so it takes no loss_fn and no target")
+        if not callable(step):
+            raise TypeError(f"step must be a function of a micro-batch, got {step!r}")
+        return returned
+    if loss_fn is None:
+        raise TypeError(NO_LOSS_FN)
+    if not callable(loss_fn):
+        raise TypeError(f"loss_fn must be a function of output and target, got {loss_fn!r}")
+    if isinstance(loss_fn, type) and issubclass(loss_fn, nn.Module):
+        name = loss_fn.__qualname__
+        raise TypeError(
+            f"loss_fn must be a function of output and target, got the class {name}; pass an "
+            f"instance of it, as loss_fn={name}()"
+        )
+    checked: LossFunction = loss_fn
+    return checked
+
+
+def denominator_of(
+    denominator: float | Tensor | None, device: torch.device
+) -> float | Tensor | None:
+    """Return what the sum of losses is divided by: a number, or on a GPU a tensor, not read.
+
+    Raises:
+        TypeError: it is no number, or a tensor that requires grad.
+        ValueError: it is negative or not finite, as far as is known without waiting.
+    """
+    if denominator is None:
+        return None
+    number = _number(denominator, device)
+    if number is None or isinstance(denominator, Tensor) and denominator.requires_grad:
+        raise TypeError(
+            "denominator must be a number or a tensor of one element that requires no grad, such "
+            f"as (target != -100).sum(), got {describe(denominator)}"
+        )
+    if isinstance(number, Tensor) and number.is_cuda:
+        return number
+    found = float(number)
+    counted = isinstance(denominator, Tensor)  # in a batch perhaps nothing does
+    if not (math.isfinite(found) and (found > 0 or counted and found == 0)):
+        raise ValueError(f"denominator must be finite and positive, got {found}")
+    return found
+
+
+def scale_of(
+    scale: float | Tensor | torch.amp.GradScaler | None, device: torch.device
+) -> float | Tensor:
+    """Return the factor for gradients; ``GradScaler.scale`` computes it, and marks it as used."""
+    if scale is None:
+        return 1.0
+    if isinstance(scale, torch.amp.GradScaler):
+        return scale.scale(torch.ones((), device=device))
+    number = _number(scale, device)
+    if number is None:
+        raise TypeError(f"loss_scale must be a number or a GradScaler, got {describe(scale)}")
+    return number
+
+
+def _number(value: Any, device: torch.device) -> float | Tensor | None:
+    """Return a number, or a tensor of one; ``None`` if ``value`` is neither.
+
+    A tensor on a GPU is copied to the ``device`` of the loss by the caller: on his streams the copy
+    comes after what computes the tensor and before what writes it next, as ``GradScaler.update``
+    does.
+    """
+    if isinstance(value, Tensor):
+        if value.numel() != 1 or value.is_complex() or value.is_meta:
+            return None
+        value = value.detach().reshape(())
+        return value.to(device) if value.is_cuda else value
+    return float(value) if isinstance(value, Real) else None
 
 
 def unequal_counts(targets: Sequence[Value], weights: Sequence[int]) -> list[int]:
@@ -63,77 +159,6 @@ def warn_of_unequal_counts(counts: Sequence[int], what: str) -> None:
         "denominator=(target != -100).sum()",
         stacklevel=4,
     )
-
-
-class HalvedRows:
-    """Compares the loss of the last micro-batch with those of its halves.
-
-    Args:
-        rows: how many it has; 0 if that is unknown.
-        is_divided: whether the losses are sums, to be divided by a ``denominator``.
-        when_clear: called once it is known what ``loss_fn`` returns.
-    """
-
-    def __init__(self, rows: int, is_divided: bool, when_clear: Callable[[], None]) -> None:
-        self._rows, self._is_divided, self._when_clear = rows, is_divided, when_clear
-        self._losses: list[Tensor] = []
-
-    def look(self, function: LossFunction, loss: Tensor, output: Value, target: Value) -> None:
-        """Compute the loss of each half. A function that takes no other rows says nothing.
-
-        A single row, or its last times, is compared with the same twice.
-        """
-        tensors, rebuild = tensors_of((output, target))
-        sizes = [len(x) if x.dim() and not x.is_nested else 0 for x in tensors]
-        rows = self._rows or next((size for size in reversed(sizes) if size), 0)
-        is_single = rows == 1
-        if is_single:
-            times = [x.size(1) for x in tensors_of(target)[0] if x.dim() > 1 and not x.is_nested]
-            pairs = [(x, size and x.dim() > 1) for x, size in zip(tensors, sizes, strict=True)]
-            ends = [x[:, -_TIMES:] if deep and x.size(1) in times else x for x, deep in pairs]
-            each = zip(ends, sizes, strict=True)
-            tensors = tuple([torch.cat([x, x]) if size else x for x, size in each])
-            sizes, rows = [2 * size for size in sizes], 2
-        aside = Buffers(function.modules() if isinstance(function, nn.Module) else ())
-        losses, half = [loss], rows // 2
-        parts = [(0, half), (half, rows)] if half else []
-        for first, last in [(0, rows), *parts] if is_single else parts:
-            part = [
-                x[first * size // rows : last * size // rows] if size and size % rows == 0 else x
-                for x, size in zip(tensors, sizes, strict=True)
-            ]
-            try:
-                found = aside.put_aside(function, *rebuild(tuple(part)))
-            except Exception:  # noqa: BLE001  it may hold something of as many rows
-                return
-            losses += [found.detach()] if isinstance(found, Tensor) and found.numel() == 1 else []
-        self._losses = losses[-3:]
-
-    def check(self) -> None:
-        """Warn of a sum without a denominator, and of a mean with one."""
-        if len(self._losses) < 3:
-            return
-        loss, *halves = [float(each.double()) for each in self._losses]  # of all, and of parts
-        rtol = 1e-3 if self._losses[0].itemsize > 2 else 0.05  # of what was added up in bfloat16
-        counted = [half for half in halves if half == half]  # a mean of nothing is not a number
-        is_sum = all(halves) and math.isclose(sum(halves), loss, rel_tol=rtol)
-        low, high = min(counted, default=math.inf), max(counted, default=0.0)
-        slack = rtol * abs(loss)
-        is_mean = all(halves) and not is_sum and low - slack <= loss <= high + slack
-        if is_sum or is_mean:
-            self._when_clear()
-        if is_mean if self._is_divided else is_sum:
-            warnings.warn(_MEAN if self._is_divided else _SUM, UserWarning, stacklevel=6)
-
-
-_SUM = (
-    "loss_fn returns a sum, that of the losses of halves of rows, and the loss is the mean of the "
-    "micro-batches' losses; give forward_backward reduction='sum', or a denominator=..."
-)
-_MEAN = (
-    "loss_fn returns a mean, one between those of halves of rows, and the denominator divides the "
-    "sum of the micro-batches' losses; let loss_fn return a sum, or leave out the denominator"
-)
 
 
 def _may_ignore(x: Tensor) -> bool:
