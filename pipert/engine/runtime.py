@@ -36,7 +36,6 @@ from pipert.layers.modules import compute_cached
 from pipert.layers.random_numbers import RunSeed, Turns, paused
 from pipert.model.devices import refuse_data_parallel, refuse_gradients_of_rows
 from pipert.observe.run_trace import RunTrace, Trace
-from pipert.recompute.effects import Effects
 from pipert.schedules.action import RECOMPUTE
 from pipert.schedules.plan import Plan, plan_call
 from pipert.skip import store
@@ -188,7 +187,6 @@ class Runtime:
             compute_cached(self.model.partitions)
             step.inputs = [differentiable(x)[0] for x in inputs]
             run = self._new_run(plan, trace, function)
-            run.effects = Effects(at_end=True, streams=self._streams)
             stages = self.model.assemble(run, inputs, step, stats)
             self._execute(Posting(stages, threads), timeout)
             try:

@@ -113,6 +113,7 @@ class Layers:
             for start, stop in self._parts(exempt) if exempt else ((0, len(self._layers)),):
                 compute: Compute = partial(self._compute, i, start, stop)
                 first = compute if watch is None else partial(watch, compute)
+                watch = None  # what later layers get is another value
                 if segments is None or self._layers[start] in exempt:
                     value = first(value)
                 else:

@@ -16,10 +16,9 @@ the graph, and ``B`` autograd's own walk along it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -28,14 +27,12 @@ from pipert.autograd.hooks import hiding_partial_gradients
 from pipert.autograd.order import begin_numbers
 from pipert.autograd.weight_gradients import compute_deferred
 from pipert.batch.tensors import differentiable
-from pipert.layers.batchnorm import PartitionStats
-from pipert.layers.call import Compute
 from pipert.layers.random_numbers import TaskRng
 from pipert.recompute.segment import Segments
 from pipert.schedules.action import BACKWARD, FORWARD, RECOMPUTE, WEIGHT, Action
 from pipert.skip.store import Carried
 from pipert.stage.backward import begin, differentiate_partition
-from pipert.stage.shared_memory import Shared, compute_watching
+from pipert.stage.shared_memory import compute_watching
 from pipert.stage.stage import Execute, Stage
 from pipert.workers.context import NOTHING
 
@@ -53,23 +50,14 @@ def forward(stage: Stage, i: int, x: Value) -> Value:
     return stage.send_skips(i, y) if isinstance(y, Carried) else y
 
 
-class Computed(Protocol):
-    """What :func:`compute` needs of a stage; one of a rank (``distributed``) has no links."""
+def compute(stage: Any, i: int, segments: Segments | None, x: Value) -> Value:
+    """Compute the layers, checkpointed or not, and in the last stage of a step the loss.
 
-    layers: Any
-    """Has ``forward``, as :class:`.Layers`."""
-    stats: PartitionStats | None
-    shared: list[Shared]
-
-    @property
-    def loss(self) -> Callable[[int, Value], Value] | None:
-        """Computes the loss, in the last stage of a step."""
-
-
-def compute(stage: Computed, i: int, segments: Segments | None, x: Value) -> Value:
-    """Compute the layers, checkpointed or not, and in the last stage of a step the loss."""
+    Of ``stage`` only ``layers``, ``stats``, ``shared`` and ``loss`` are used: those of a rank
+    (``distributed``) have no links.
+    """
     with NOTHING if stage.stats is None else stage.stats.collecting():
-        watch = partial(_watched, stage) if any(stage.shared) else None
+        watch = partial(compute_watching, stage.shared) if any(stage.shared) else None
         y = stage.layers.forward(i, segments, x, watch)
     if stage.loss is None:
         return y
@@ -116,12 +104,6 @@ def _turn_of_backward(stage: Stage, action: Action) -> AbstractContextManager[ob
     if seed.number is None or not seed.turns.drawing:  # a run beside this may draw alone
         return NOTHING
     return TaskRng(seed, action, place.device)
-
-
-def _watched(stage: Computed, compute: Compute, x: Value) -> Value:
-    """Compute layers; refuse changes of tensors in ``x``, the first value, that share memory."""
-    shared, stage.shared = stage.shared, []
-    return compute_watching(shared, compute, x)
 
 
 def compute_seen(stage: Stage, i: int, segments: Segments | None, x: Value) -> Value:

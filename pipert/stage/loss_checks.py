@@ -124,8 +124,8 @@ def _number(value: Any, device: torch.device) -> float | Tensor | None:
     if isinstance(value, Tensor):
         if value.numel() != 1 or value.is_complex() or value.is_meta:
             return None
-        value = value.detach().reshape(())
-        return value.to(device) if value.is_cuda else value
+        number: Tensor = value.detach().reshape(())
+        return number.to(device) if number.is_cuda else number
     return float(value) if isinstance(value, Real) else None
 
 

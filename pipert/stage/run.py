@@ -64,7 +64,7 @@ class Run:
     def __post_init__(self) -> None:
         self.number = self.trace.run.number
         self.outcome = Outcome(self.plan)
-        self.effects = Effects(at_end=False, streams=self.streams)
+        self.effects = Effects(self.plan.goes_back, self.streams)
 
     def return_what_was_read(self) -> None:
         """D1: make the caller's streams wait for all reads on the devices' copy streams.

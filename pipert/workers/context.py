@@ -35,6 +35,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -52,6 +53,7 @@ from pipert.autograd.hooks import hooks_of_caller
 from pipert.queues.locks import ProcessLock
 
 T = TypeVar("T")
+Setting = AbstractContextManager[object]
 
 NOTHING: AbstractContextManager[object] = contextlib.nullcontext()
 """A context manager that does nothing."""
@@ -84,8 +86,8 @@ class CallerContext:
         self.variables = contextvars.copy_context()
         self.saved_tensor_hooks = hooks_of_caller()
         self._has_modes = bool(self._functions or self._dispatches)
-        self._is_plain = self._autocast == NEW_THREAD_AUTOCAST and not (
-            self._inference or self.saved_tensor_hooks or self._has_modes
+        self._is_usual = self._autocast == NEW_THREAD_AUTOCAST and not (
+            self._inference or self.saved_tensor_hooks or self._has_modes or self.streams
         )
 
     def set_variable(self, variable: contextvars.ContextVar[T], value: T) -> None:
@@ -95,15 +97,15 @@ class CallerContext:
     @property
     def on_worker(self) -> Block:
         """A new block that applies all settings on a worker."""
-        is_usual = self._is_plain and not self.streams
-        others = None if is_usual else self._others
-        return Block(self._grad, self._threads_of_worker, others, self.streams)
+        others = None if self._is_usual else partial(self._others, self.streams)
+        return Block(self._grad, self._threads_of_worker, others)
 
     @property
     def going_back_on_worker(self) -> Block:
         """The same without autocast: what the forward has cast, the graph casts back."""
-        others = self._modes if self._has_modes or self.streams else None
-        return Block(True, self._threads_of_worker, others, self.streams)
+        others = partial(self._others, self.streams, False)
+        is_usual = not (self._has_modes or self.streams)
+        return Block(True, self._threads_of_worker, None if is_usual else others)
 
     @contextlib.contextmanager
     def on_any_thread(self) -> Iterator[None]:
@@ -118,20 +120,24 @@ class CallerContext:
             if count != self._threads:
                 set_own_threads(count)
 
-    def _others(self) -> Iterator[AbstractContextManager[object]]:
+    def _others(
+        self, streams: Sequence[torch.cuda.Stream] = (), is_forward: bool = True
+    ) -> Iterator[Setting]:
         """Yield a block for each other setting that the current thread has not."""
-        if self._inference != torch.is_inference_mode_enabled():
-            yield torch.inference_mode(self._inference)
-        if self._autocast != get_autocast():
-            yield autocast(self._autocast)
-        hooks = self.saved_tensor_hooks
-        if hooks is not None and hooks != hooks_of_caller():
-            yield torch.autograd.graph.saved_tensors_hooks(*hooks)
-        yield from self._modes()
-
-    def _modes(self) -> Iterator[AbstractContextManager[object]]:
-        if (function_modes(), dispatch_modes()) != (self._functions, self._dispatches):
-            yield modes(self._functions, self._dispatches)
+        if streams:  # a stack whose block fails as it ends leaves a cycle of frames
+            here = [stream.device for stream in streams]
+            yield _replaced(partial(_streams_of, here), _set_streams, streams)
+        if is_forward:
+            if self._inference != torch.is_inference_mode_enabled():
+                yield torch.inference_mode(self._inference)
+            if self._autocast != get_autocast():
+                yield autocast(self._autocast)
+            hooks = self.saved_tensor_hooks
+            if hooks is not None and hooks != hooks_of_caller():
+                yield torch.autograd.graph.saved_tensors_hooks(*hooks)
+        modes = self._functions, self._dispatches
+        if _get_modes() != modes:
+            yield _replaced(_get_modes, _set_modes, modes)
 
 
 @dataclass(slots=True, eq=False)
@@ -143,9 +149,8 @@ class Block:
 
     _grad: bool
     _threads: int
-    _others: Callable[[], Iterable[AbstractContextManager[object]]] | None = None
+    _others: Callable[[], Iterable[Setting]] | None = None
     """Makes the blocks of other settings, each in effect when the next is made, if any."""
-    _streams: Sequence[torch.cuda.Stream] = ()
     _entered: contextlib.ExitStack | None = None
 
     def __enter__(self) -> None:
@@ -153,8 +158,6 @@ class Block:
             set_own_threads(self._threads)
         if self._others is not None:
             with contextlib.ExitStack() as stack:
-                if self._streams:  # a stack whose block fails as it ends leaves a cycle of frames
-                    stack.enter_context(current_streams(self._streams))
                 for block in self._others():
                     stack.enter_context(block)
                 self._entered = stack.pop_all()
@@ -175,18 +178,22 @@ Autocast = tuple[bool, tuple[tuple[bool, torch.dtype], ...]]
 
 
 @contextlib.contextmanager
-def current_streams(streams: Sequence[torch.cuda.Stream]) -> Iterator[None]:
-    """Make these the current streams of their devices."""
-    device = torch.cuda.current_device()
-    before = [torch.cuda.current_stream(stream.device) for stream in streams]
-    _set_streams(streams, device)
+def _replaced(get: Callable[[], T], put: Callable[[T], None], settings: T) -> Iterator[None]:
+    """Replace settings of the current thread in the block."""
+    before = get()
+    put(settings)
     try:
         yield
     finally:
-        _set_streams(before, device)
+        put(before)
 
 
-def _set_streams(streams: Sequence[torch.cuda.Stream], device: int) -> None:
+def _streams_of(devices: Iterable[torch.device]) -> list[torch.cuda.Stream]:
+    return [torch.cuda.current_stream(device) for device in devices]
+
+
+def _set_streams(streams: Sequence[torch.cuda.Stream]) -> None:
+    device = torch.cuda.current_device()
     for stream in streams:
         torch.cuda.set_stream(stream)  # makes the stream's device the current one
     torch.cuda.set_device(device)
@@ -244,36 +251,22 @@ def _set_autocast(autocast: Autocast) -> None:
         torch.set_autocast_dtype(kind, dtype)
 
 
-@contextlib.contextmanager
-def autocast(settings: Autocast) -> Iterator[None]:
-    """Set what ``torch.autocast`` sets.
+def autocast(settings: Autocast) -> Setting:
+    """Set what ``torch.autocast`` sets in a block.
 
     The cache of cast weights is process-wide. The outermost autocast block clears it at its end, so
     that no weight is used as it was before an optimizer's step: the caller's block does so.
     """
-    before = get_autocast()
-    _set_autocast(settings)
-    try:
-        yield
-    finally:
-        _set_autocast(before)
+    return _replaced(get_autocast, _set_autocast, settings)
 
 
-@contextlib.contextmanager
-def modes(functions: list[Any], dispatches: list[Any]) -> Iterator[None]:
-    """Replace the stacks of modes.
-
-    The modes are pushed, not entered: the caller has entered them.
-    """
-    before = function_modes(), dispatch_modes()
-    _set_modes(functions, dispatches)
-    try:
-        yield
-    finally:
-        _set_modes(*before)
+def _get_modes() -> tuple[list[Any], list[Any]]:
+    return function_modes(), dispatch_modes()
 
 
-def _set_modes(functions: list[Any], dispatches: list[Any]) -> None:
+def _set_modes(modes: tuple[list[Any], list[Any]]) -> None:
+    """Replace the stacks of modes, by pushing: the caller has entered them."""
+    functions, dispatches = modes
     for _ in function_modes():  # not by their methods, which may do more
         pop_function_mode()
     for mode in functions:
