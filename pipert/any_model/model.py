@@ -142,7 +142,7 @@ class ModelActions:
         microbatches = list(self._microbatches.values())
         for microbatch in microbatches:
             microbatch.unwind()
-        if not self._model_run.run.dropped:
+        if self._model_run.run.outcome.is_settled():  # else it was given up
             for microbatch in microbatches:
                 microbatch.wait()
         self._microbatches.clear()

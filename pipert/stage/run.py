@@ -56,8 +56,6 @@ class Run:
     """The copy streams on which tensors were read, by device and micro-batch."""
     at_end: Callable[[], None] | None = None
     """Called by the caller when the run is over, however it ended."""
-    dropped: bool = False
-    """Whether nobody waits for the run any more."""
     first_node: int = field(default_factory=node_count)
     """The caller's nodes have lower numbers."""
 
@@ -104,7 +102,6 @@ class Run:
 
     def drop(self) -> None:
         """Drop all values, since nobody waits for them; an action may still be executing."""
-        self.dropped = True
         self.skips.clear()
         self.outputs.clear()
 

@@ -207,14 +207,11 @@ class Stage:
     def give_up(self) -> None:
         """Close the links and drop all values but those of an executing action. From any thread.
 
-        Wakes the worker if it waits for an input. The executing action drops its values at its end.
+        Wakes the worker if it waits for an input. What the executing action keeps is gone when the
+        workers have taken the tasks of the run, which they leave out.
         """
         for link in chain.from_iterable(self.links.values()):
             link.close()
-        self.drop()
-
-    def drop(self) -> None:
-        """Forget every micro-batch."""
         self.boundary.drop()
         self.run.drop()
 
@@ -262,10 +259,7 @@ class Task:
         return result
 
     def send(self, result: Any) -> None:
-        run = self._stage.run
-        self._handler.send(self._action.i, NOT_RUN if run.dropped else result)
-        if run.dropped:
-            self._stage.drop()  # again: this action may have been executing the first time
+        self._handler.send(self._action.i, result)
         if self._due:  # else it was posted twice
             self._due.pop().settle()
 
@@ -273,8 +267,6 @@ class Task:
         for outcome in self._due.take() or ():  # nothing if the action was settled already
             outcome.fail(self._position, error)
             self._handler.send(self._action.i, NOT_RUN)
-            if self._stage.run.dropped:
-                self._stage.drop()
             outcome.settle()
 
     def _fail(self, error: BaseException) -> Any:
