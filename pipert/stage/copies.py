@@ -17,6 +17,7 @@ from pipert.batch.tensors import differentiable, select
 from pipert.observe.event import COPY, WAIT
 from pipert.observe.run_trace import RunTrace
 from pipert.stage.run import Run
+from pipert.workers.context import NOTHING
 
 
 class Copies:
@@ -101,53 +102,41 @@ class Copies:
 
         They are read on stream ``source``; the copies are written on stream ``target``.
         """
-        trace, home, j = self._trace, tensors[0].device, self._j
-        if trace is None:
-            return self._copied(i, tensors, source, target, origin)
-        here, there = (self._device, target), (home, source)
-        size = sum([tensor.nbytes for tensor in tensors])
-        event = COPY, i, j, self._device, *_timed_by(trace, there, here)
-        with trace.during(*event, source=home, origin=origin, bytes=size):
-            moved = self._copied(i, tensors, source, target, origin)
-        event = COPY, i, j if origin is None else origin, home, *_timed_by(trace, here, there)
-        node = moved[0].grad_fn  # which copies the gradient back
-        trace.watch_node(node, *event, source=self._device, origin=j, bytes=size)
-        return moved
-
-    def _copied(
-        self, i: int, tensors: Tensors, source: Stream, target: Stream, origin: int | None
-    ) -> Tensors:
-        if self._in_graph(tensors[0]) and not self._is_cut:
-            to_caller = origin is None
-            return transfer.copy(i, tensors, self._device, source, target, to_caller)
-        plain = tuple([tensor.detach() for tensor in tensors])
-        moved = streams.copy(plain, self._device, source, target)
-        if self._is_cut:
-            for old, new in zip(tensors, moved, strict=True):
-                new.requires_grad_(old.requires_grad)
+        trace, home, j, copying = self._trace, tensors[0].device, self._j, NOTHING
+        here, there, size = (self._device, target), (home, source), 0
+        if trace is not None:
+            size = sum([tensor.nbytes for tensor in tensors])
+            event = COPY, i, j, self._device, *_timed_by(trace, there, here)
+            copying = trace.during(*event, source=home, origin=origin, bytes=size)
+        with copying:
+            if self._in_graph(tensors[0]) and not self._is_cut:
+                to_caller = origin is None
+                moved = transfer.copy(i, tensors, self._device, source, target, to_caller)
+            else:
+                plain = tuple([tensor.detach() for tensor in tensors])
+                moved = streams.copy(plain, self._device, source, target)
+        for old, new in zip(tensors, moved, strict=True) if self._is_cut else ():
+            new.requires_grad_(old.requires_grad)
+        if trace is not None:
+            event = COPY, i, j if origin is None else origin, home, *_timed_by(trace, here, there)
+            node = moved[0].grad_fn  # which copies the gradient back
+            trace.watch_node(node, *event, source=self._device, origin=j, bytes=size)
         return moved
 
     def order(self, i: int, x: Value, waiter: Stream, awaited: Stream) -> Value:
         """Make stream ``waiter`` wait for ``awaited`` before it reads ``x``; return ``x``."""
         trace, compute = self._trace, streams.compute_stream(self._device)
-        if trace is None:
-            return self._ordered(x, waiter, awaited)
+        is_in_graph = torch.is_grad_enabled() and not self._is_cut
         event = WAIT, i, self._j, self._device
-        if waiter == compute:  # compute waits for x, now
-            with trace.during(*event):
-                return self._ordered(x, waiter, awaited)
-        y = self._ordered(x, waiter, awaited)
-        if awaited == compute and torch.is_grad_enabled() and not self._is_cut:
-            for tensor in differentiable(y)[0][:1]:  # in the backward compute waits for a gradient
-                trace.watch_node(tensor.grad_fn, *event)
-        return y
-
-    def _ordered(self, x: Value, waiter: Stream, awaited: Stream) -> Value:
-        if torch.is_grad_enabled() and not self._is_cut:
-            xs, rebuild = differentiable(x)
+        with trace.during(*event) if trace is not None and waiter == compute else NOTHING:
+            xs, rebuild = differentiable(x if is_in_graph else None)
             if xs:
-                return rebuild(transfer.wait(xs, waiter, awaited))
-        streams.wait(waiter, awaited)
+                x = rebuild(transfer.wait(xs, waiter, awaited))
+            else:
+                streams.wait(waiter, awaited)
+        if trace is not None and is_in_graph and waiter != compute == awaited:
+            for tensor in differentiable(x)[0][:1]:  # in the backward compute waits for a gradient
+                trace.watch_node(tensor.grad_fn, *event)
         return x
 
     def let_others_copy(self, i: int) -> None:
