@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from pipert.schedules.action import Action
-from pipert.schedules.clock_cycle import gpipe
-from pipert.schedules.one_f_one_b import eager_one_f_one_b, interleaved, one_f_one_b
+from pipert.schedules.orders import eager_one_f_one_b, gpipe, interleaved, one_f_one_b
 from pipert.schedules.plan import Plan, plan
 
 __all__ = ["Action", "Plan", "eager_one_f_one_b", "gpipe", "interleaved", "one_f_one_b", "plan"]

@@ -5,15 +5,10 @@ Sequences of actions are laid out in ticks, as if all actions took the same time
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-__all__ = ["Action", "Rule", "RULES"]
-
 FORWARD, RECOMPUTE, BACKWARD, WEIGHT = "F", "R", "B", "W"
-
-_TEXT = re.compile(r"([A-Z])\[(\d+),(\d+)\]")
 
 
 class Action(NamedTuple):
@@ -30,18 +25,6 @@ class Action(NamedTuple):
     """The micro-batch."""
     j: int
     """The partition."""
-
-    @classmethod
-    def parse(cls, text: str) -> Action:
-        """Parse the text form that ``str`` returns.
-
-        Raises:
-            ValueError: ``text`` is not an action.
-        """
-        match = _TEXT.fullmatch(text)
-        if match is None:
-            raise ValueError(f"an action reads like F[3,1], got {text!r}")
-        return cls(match[1], int(match[2]), int(match[3]))
 
     @property
     def phase(self) -> str:

@@ -35,8 +35,13 @@ from pipert.schedules.action import (
     Ticks,
     lay_out,
 )
-from pipert.schedules.clock_cycle import clock_cycle, gpipe
-from pipert.schedules.one_f_one_b import eager_one_f_one_b, interleaved, one_f_one_b
+from pipert.schedules.orders import (
+    clock_cycle,
+    eager_one_f_one_b,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+)
 from pipert.schedules.zero_bubble import (
     zero_bubble,
     zero_bubble_1,

@@ -30,26 +30,6 @@ from pipert.schedules.action import (
 _KINDS = (BACKWARD, FORWARD, WEIGHT)
 
 
-def greedy(
-    m: int, placement: Sequence[int], room: Mapping[int, int], copying: float
-) -> list[list[Action]]:
-    """Order all actions of a step of ``m`` micro-batches, with ``W``; return its ticks.
-
-    Args:
-        m: the number of micro-batches.
-        placement: the worker of each partition.
-        room: how many micro-batches each worker may keep from ``F`` to ``W``, counted once for each
-            of its partitions. Of these one is left free for each later partition of the worker, so
-            the least is the number of its partitions.
-        copying: the time in which a result gets to a partition on another worker.
-    """
-    simulation = _Simulation(m, placement, room, copying)
-    simulation.run()
-    workers, n = sorted(simulation.sequences), len(placement)
-    sequences = [simulation.sequences[worker] for worker in workers]
-    return [list(tick) for tick in lay_out(sequences, workers, [Size(m, n, m)] * n)]
-
-
 class _Simulation:
     """The workers at one moment of a step."""
 
@@ -167,6 +147,18 @@ def _is_v(placement: tuple[int, ...]) -> bool:
 def _zero_bubble(
     m: int, placement: tuple[int, ...], most: int, copying: float = 0.0
 ) -> Ticks:
-    """Order the actions, with ``most`` micro-batches on a device, from their ``F`` to ``W``."""
+    """Order the actions of a step, with ``W``.
+
+    Args:
+        m: the number of micro-batches.
+        placement: the worker of each partition.
+        most: how many micro-batches a worker keeps from ``F`` to ``W``, in each of its partitions.
+            Of the sum one is left free for each later partition of the worker.
+        copying: the time in which a result gets to a partition on another worker.
+    """
     room = {worker: most * count for worker, count in Counter(placement).items()}
-    return greedy(m, placement, room, copying)
+    simulation = _Simulation(m, placement, room, copying)
+    simulation.run()
+    workers, n = sorted(simulation.sequences), len(placement)
+    sequences = [simulation.sequences[worker] for worker in workers]
+    return lay_out(sequences, workers, [Size(m, n, m)] * n)

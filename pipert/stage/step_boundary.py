@@ -27,8 +27,6 @@ from pipert.stage.gradients import Gradients
 from pipert.stage.run import Run
 from pipert.stage.step import Step
 
-"""Finds what is behind the ends of the graph of a micro-batch, in a partition."""
-
 
 class StepBoundary:
     """The ends of a stage whose graph is cut.

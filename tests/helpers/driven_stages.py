@@ -76,7 +76,8 @@ class Driven:
         self.stages = assemble(self.run, model, inputs, None, None)
 
     def task(self, action: Action | str) -> Task:
-        action = Action.parse(action) if isinstance(action, str) else action
+        if isinstance(action, str):  # "F[0,1]"
+            action = Action(action[0], *map(int, action[2:-1].split(",")))
         return Task(self.stages[action.j], action)
 
     def do(self, *actions: Action | str) -> list[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipert.schedules import Action
-from pipert.schedules.clock_cycle import clock_cycle
+from pipert.schedules.orders import clock_cycle
 from pipert.schedules.plan import Plan, plan_call
 
 SIZES = [(m, n) for m in (1, 2, 3, 8) for n in (1, 2, 3, 5)]

@@ -234,3 +234,9 @@ def test_bad_sizes_are_refused(m: int, n: int) -> None:
 def test_a_bad_number_of_recomputed_micro_batches_is_refused(recomputed: Any) -> None:
     with pytest.raises(ValueError, match="from 0 to m=2 micro-batches are recomputed, got"):
         plan("1f1b", 2, 2, recomputed=recomputed)
+
+
+def test_an_action_prints_as_in_the_paper_and_its_phase_for_users() -> None:
+    assert str(Action("F", 2, 1)) == "F[2,1]"
+    phases = [Action(kind, 0, 0).phase for kind in "FRB"]
+    assert phases == ["forward", "recomputation", "backward"]
