@@ -15,7 +15,7 @@ that share a parameter add to it in the order in which they happen to run. So he
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -162,11 +162,3 @@ def delivery(gradients: Arriving) -> Tensor:
         del held
     end: Tensor = _End.apply(*ends)  # type: ignore[no-untyped-call]
     return end
-
-
-def gathered(sums: Iterable[Gradients]) -> Arriving:
-    """Return each weight with its sum, partition by partition.
-
-    A weight that several partitions use occurs several times: autograd adds, also sparse to dense.
-    """
-    return [pair for partition_sums in sums for pair in partition_sums.take()]

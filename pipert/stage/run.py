@@ -154,8 +154,3 @@ class Outcome:
         with self._lock:
             errors, self._errors = self._errors, {}
         return errors[min(errors)] if errors else None
-
-    def first_error(self) -> BaseException | None:
-        """Return the failure to raise, if any."""
-        with self._lock:
-            return self._errors[min(self._errors)] if self._errors else None

@@ -26,7 +26,6 @@ B[i,j]        autograd's walk along the graph         the engine's walk from the
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -50,12 +49,7 @@ from pipert.stage.shared_memory import Shared, find_shared
 from pipert.stage.step_boundary import StepBoundary
 from pipert.workers.worker import NOT_RUN
 
-
-class _Sent(enum.Enum):
-    SENT = "sent"
-
-
-SENT = _Sent.SENT
+SENT = object()
 """Takes the place of a value that has been sent already, by whoever computed it."""
 
 

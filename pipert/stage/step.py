@@ -34,7 +34,7 @@ from pipert.batch.tensors import differentiable
 from pipert.layers.place import Place
 from pipert.layers.random_numbers import RunSeed
 from pipert.recompute.segment import Segments
-from pipert.stage.gradients import Arriving, Gradients, delivery, gathered
+from pipert.stage.gradients import Arriving, Gradients, delivery
 from pipert.stage.loss import Loss
 
 
@@ -157,7 +157,9 @@ class Step:
         """
         loss = self.total()
         for_inputs: Arriving = []
-        for_weights = gathered(sums)
+        # A weight that several partitions use occurs several times: autograd adds, also sparse to
+        # dense.
+        for_weights = [pair for partition_sums in sums for pair in partition_sums.take()]
         for i, xs in enumerate(self.inputs):
             pairs = zip(xs, self.input_gradients.pop(i, ()), strict=False)
             for_inputs += [(x, dx.to(x.device, copy=True)) for x, dx in pairs if dx is not None]

@@ -12,7 +12,6 @@ Guarantees:
 
 from __future__ import annotations
 
-import enum
 import logging
 import math
 import threading
@@ -38,11 +37,7 @@ _last_to_end: threading.Thread | None = None  # guarded by the lock
 _END_TIMEOUT = 5.0  # s; a thread has freed its values long before
 
 
-class _NotRun(enum.Enum):
-    NOT_RUN = "not run"
-
-
-NOT_RUN = _NotRun.NOT_RUN
+NOT_RUN = object()
 """Takes the place of the value of a task that failed or did not run."""
 
 

@@ -170,24 +170,6 @@ print(sorted(executed[count:]) == sorted(int(x) for x in other))
     )  # fmt: skip
 
 
-def test_an_uncaught_ctrl_c_ends_the_program() -> None:
-    script = """
-sent = []
-
-def before(x):
-    if not sent:
-        sent.append(True)
-        os.kill(os.getpid(), signal.SIGINT)
-    time.sleep(0.02)
-
-pipe = two(first=Double(before), chunks=16)
-pipe(ROWS)
-print("still here")
-"""
-    result = run(script)
-    assert (result.returncode, result.stdout) == (-2, "")  # died of the signal, as Python does
-
-
 # Ctrl-C at every place of what the caller is in.
 
 SWEEP_OF_CLOSE_DURING_A_CALL = """

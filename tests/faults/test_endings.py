@@ -14,9 +14,6 @@ from tests.faults.processes import ends
 
 pytestmark = pytest.mark.slow
 
-modes = pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
-
-
 # SIGTERM ------------------------------------------------------------------------------------------
 
 
@@ -119,10 +116,9 @@ train(pipe_of("never"))
     assert (code, "Traceback" in stderr) == (7, False)
 
 
-@modes
-def test_sys_exit_waits_for_the_steps_of_a_thread_that_is_no_daemon(checkpoint: str) -> None:
-    script = f"""
-pipe = pipe_of("{checkpoint}")
+def test_sys_exit_waits_for_the_steps_of_a_thread_that_is_no_daemon() -> None:
+    script = """
+pipe = pipe_of("always")
 running = threading.Event()
 
 def act(where):

@@ -1,4 +1,4 @@
-"""Tests R3 to R5 if hooks raise, if several tasks fail at once, and outside the layers.
+"""Tests R3 to R5 if hooks raise, and outside the layers.
 
 Hooks of layers and of tensors, and the caller's saved-tensor hooks, run on pipert's
 threads and autograd's. Their errors propagate unchanged and leave nothing behind.
@@ -103,9 +103,6 @@ def test_an_error_in_a_parameters_hook_is_raised(
         weight: Any = first.weight
         weight.register_post_accumulate_grad_hook(backward_hook(first))
         assert wrongs_of(setting, setting.step) == []
-
-
-# Several tasks at once ----------------------------------------------------------------------------
 
 
 # In a task, but outside of its layers -------------------------------------------------------------

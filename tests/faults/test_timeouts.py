@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import os
 import pickle
 import signal
@@ -40,36 +39,12 @@ def test_a_call_ends_after_a_timeout_of_its_own() -> None:
         stuck.times_out(lambda: stuck.pipe(stuck.x, timeout=SHORT))
 
 
-def test_a_copy_of_a_pipe_has_its_timeout() -> None:
-    with Pipe(nn.Sequential(nn.Identity()), [1], devices=["cpu"], timeout=7.0) as pipe:
-        for other in (copy.deepcopy(pipe), pickle.loads(pickle.dumps(pipe))):
-            assert other.timeout == 7.0
-            other.close()
-
-
-NOT_POSITIVE = [0, -0.5, float("nan")]
-NO_NUMBERS = ["1", 1j]
-
-wrong = pytest.mark.parametrize(
-    ("timeout", "kind"),
-    [(value, ValueError) for value in NOT_POSITIVE] + [(value, TypeError) for value in NO_NUMBERS],
-    ids=repr,
-)
-
-
-@wrong
-def test_a_wrong_timeout_of_a_pipe_is_refused(timeout: Any, kind: type[Exception]) -> None:
-    with pytest.raises(kind, match="timeout must be"):
-        Pipe(nn.Sequential(nn.Identity()), [1], devices=["cpu"], timeout=timeout)
-
-
-@wrong
-def test_a_wrong_timeout_of_close_is_refused_and_closes_nothing(
-    timeout: Any, kind: type[Exception]
-) -> None:
+@pytest.mark.parametrize("timeout", [0, float("nan"), "1"])
+def test_a_wrong_timeout_is_refused_and_closes_nothing(timeout: Any) -> None:
     with Pipe(nn.Sequential(nn.Identity()), [1], devices=["cpu"]) as pipe:
-        with pytest.raises(kind, match="timeout must be"):
-            pipe.close(timeout=timeout)
+        for call in (pipe, lambda x, timeout: pipe.close(timeout=timeout)):
+            with pytest.raises((TypeError, ValueError), match="timeout must be"):
+                call(torch.ones(1), timeout=timeout)
         assert pipe(torch.ones(1)).item() == 1
 
 

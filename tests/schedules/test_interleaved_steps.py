@@ -140,13 +140,6 @@ def test_an_error_says_where_and_the_next_step_is_right() -> None:
     same(grads_of(module), grads_of(plain))
 
 
-def test_partitions_that_are_not_dealt_out_in_turns_are_refused() -> None:
-    devices = ["cpu:0", "cpu:0", "cpu:1", "cpu:1"]
-    with Pipe(plain_layers(), [1] * 4, devices=devices, chunks=2) as pipe:
-        with pytest.raises(ValueError, match=r"in turns, as in .*are \[0, 0, 1, 1\]"):
-            pipe.forward_backward(batch(4), loss_fn=mean, schedule="interleaved")
-
-
 # Which thread serves which partition.
 
 
