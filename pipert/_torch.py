@@ -256,8 +256,6 @@ pop_function_mode: Get = _needed("torch._C:_pop_torch_function_stack")
 dispatch_modes: Get = _needed("torch.utils._python_dispatch:_get_current_dispatch_mode_stack")
 push_dispatch_mode: Callable[[Any], None] = _needed("torch.utils._python_dispatch:_push_mode")
 pop_dispatch_mode: Get = _needed("torch.utils._python_dispatch:_pop_mode")
-DispatchMode: Any = _or(nullcontext, "torch.utils._python_dispatch:TorchDispatchMode")
-"""A mode in which a method carries out each operation. With the fallback nothing calls it."""
 
 # torch.func and tools that make graphs ------------------------------------------------------------
 
@@ -297,15 +295,6 @@ is_caching_parametrizations: Flag = partial(getattr, parametrize, "_cache_enable
 
 
 # Dispatch and thread-local objects ----------------------------------------------------------------
-
-_or(None, "_schema", torch.ops.aten.add_.Tensor)
-
-
-def is_mutable(operator: Any) -> bool:
-    """Return whether an operation writes to an argument. Without its schema, it may."""
-    schema = getattr(operator, "_schema", None)
-    return schema is None or bool(schema.is_mutable)
-
 
 autograd_key: Any = _or(None, "torch._C:DispatchKey.Autograd")
 higher_order: dict[str, Any] = _or({}, "torch._ops:_higher_order_ops")

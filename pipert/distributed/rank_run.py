@@ -38,8 +38,7 @@ from pipert.layers.place import Place
 from pipert.layers.random_numbers import RunSeed, draws
 from pipert.observe.run_trace import Trace
 from pipert.schedules.plan import plan, plan_call, recomputed
-from pipert.skip import store
-from pipert.skip.namespace import Key
+from pipert.skip.store import Key, of_task
 from pipert.stage.loss_checks import LossChecks, StepCall
 from pipert.stage.step import Step
 from pipert.stage.step_boundary import leaf_inputs
@@ -129,7 +128,7 @@ class RankRuntime:
                     if step is not None:
                         step.loss.targets = leaves[len(inputs) :]
                     context = CallerContext([site.device] if site.device.type == "cuda" else [])
-                    context.set_variable(store.of_task, store.NEW)
+                    context.set_variable(of_task, None)
                     batch = RankBatch(
                         m, sizes, leaves[: len(inputs)],
                         recomputed(settings.checkpoint, m) if is_step else 0,

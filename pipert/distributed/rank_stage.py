@@ -36,8 +36,7 @@ from pipert.observe.run_trace import RunTrace
 from pipert.recompute.effects import Effects
 from pipert.recompute.public import microbatch
 from pipert.schedules.action import BACKWARD, FORWARD, Action
-from pipert.skip.namespace import Key
-from pipert.skip.store import Carried
+from pipert.skip.store import Carried, Key
 from pipert.stage.actions import compute
 from pipert.stage.shared_memory import Shared
 from pipert.stage.step import Step, detached

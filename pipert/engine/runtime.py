@@ -40,7 +40,7 @@ from pipert.observe.run_trace import RunTrace, Trace
 from pipert.recompute.effects import Effects
 from pipert.schedules.action import RECOMPUTE
 from pipert.schedules.plan import Plan, plan_call
-from pipert.skip import store
+from pipert.skip.store import of_task
 from pipert.stage.assembly import Model
 from pipert.stage.run import Run
 from pipert.stage.step import Step
@@ -232,7 +232,7 @@ class Runtime:
         if plan.m > 1 and context.grad_enabled:
             refuse_gradients_of_rows(self.model.partitions)
         context.set_variable(_inside, (*_inside.get(), self._identity))
-        context.set_variable(store.of_task, store.NEW)
+        context.set_variable(of_task, None)
         if on_cuda:
             self._streams.follow_the_caller(on_cuda)
         seed = RunSeed() if seed is None else seed

@@ -138,11 +138,9 @@ class Layers:
     def _compute(self, i: int, start: int, stop: int | None, value: Value) -> Value:
         """Compute some of the layers, one after the other."""
         buffers = self._snapshot.buffers if self._snapshot and recompute_here.get() else {}
-        store = None
         if self.has_skips:
             value, skips = value
-            store = Store(skips)
-            of_task.set(store)
+            of_task.set(store := Store(skips))
         done = start
         try:
             for layer, call in zip(self._layers[start:stop], self._calls[start:stop], strict=True):
@@ -155,13 +153,10 @@ class Layers:
                 else:
                     value = call(value)
                 done += 1
-            return value if store is None else Carried(value, store.skips())
+            return Carried(value, store.skips()) if self.has_skips else value
         except BaseException as error:
             add_note(error, partial(self._note_of_layer, i, done, value))
             raise
-        finally:
-            if store is not None:
-                store.clear()
 
     def recomputes(self, layer: nn.Module) -> bool:
         """Whether ``layer``, maybe of another partition, is recomputed; if so, record it."""

@@ -19,7 +19,7 @@ from pipert.layers.parameter_copies import weights_elsewhere
 from pipert.layers.place import Place, last_layer
 from pipert.layers.random_numbers import draws
 from pipert.observe.event import WAIT
-from pipert.skip.namespace import Key
+from pipert.skip.store import Key
 from pipert.stage.actions import ACTIONS, Actions
 from pipert.stage.call_boundary import CallBoundary
 from pipert.stage.copies import Copies

@@ -18,8 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from pipert.recompute.effects import sampled
 from pipert.skip.declarations import keys_of
-from pipert.skip.namespace import Key
-from pipert.skip.store import Store, of_task
+from pipert.skip.store import Key, Store, of_task
 from tests.simulated_gpus.simulation import Simulation
 
 __all__ = ["Alone", "alone", "nbytes"]
@@ -91,12 +90,12 @@ def alone(
     gpus: Simulation, partitions: Sequence[nn.Sequential], x: Tensor, device: int
 ) -> list[Alone]:
     """Measures each partition; ``x`` is the micro-batch that the first one receives."""
-    found, value, stashed, left = list[Alone](), x, dict[Key, Tensor](), dict[Key, int]()
+    found, value, stashed = list[Alone](), x, dict[Key, Tensor]()
     for j, (partition, skips) in enumerate(zip(partitions, _skips(partitions), strict=True)):
         layers = copy.deepcopy(partition).to(f"cuda:{device}")
         layers.zero_grad(set_to_none=True)
         inputs = [value, *(stashed[key] for key, _ in skips.arriving)]
-        probe = _Probe(gpus, layers, skips, left, inputs, device, j)
+        probe = _Probe(gpus, layers, skips, inputs, device, j)
         with torch.autograd.set_multithreading_enabled(False):  # its threads free memory later
             found.append(probe.measure())
         value, *leaving = probe.outputs
@@ -125,13 +124,11 @@ class _Probe:
         gpus: Simulation,
         layers: nn.Sequential,
         skips: _Skips,
-        left: dict[Key, int],
         inputs: list[Tensor],
         device: int,
         j: int,
     ) -> None:
         self.gpus, self.layers, self.skips, self.device = gpus, layers, skips, device
-        self.left_before, self.left = dict(left), left
         self.inputs, self.outputs, self.j = inputs, list[Tensor](), j
         self.token = torch.zeros((), device=f"cuda:{device}", requires_grad=True)
 
@@ -225,16 +222,14 @@ class _Probe:
         x, *arriving = xs
         xs.clear()
         pairs = zip(self.skips.arriving, arriving, strict=True)
-        store = Store({key: (self.left_before[key], skip) for (key, _), skip in pairs})
+        store = Store({key: skip for (key, _), skip in pairs})
         arriving.clear()
         token = of_task.set(store)
         try:
             y = self._run(x)
             skips = store.skips()
-            self.left.update({key: left for key, (left, _) in skips.items()})
-            return [y, *(skips[key][1] for key, _ in self.skips.leaving)]
+            return [y, *(skips[key] for key, _ in self.skips.leaving)]
         finally:
-            store.clear()
             of_task.reset(token)
 
     def _run(self, x: Tensor) -> Tensor:
