@@ -171,10 +171,6 @@ _handles = _needed("torch.utils.hooks:RemovableHandle")
 next_hook: Callable[[], int] = partial(getattr, _handles, "next_id")
 """The number of the next hook that anyone registers."""
 
-_needed("_base", Tensor)
-base_of: Callable[[Tensor], Tensor | None] = operator.attrgetter("_base")
-"""The tensor that a tensor is a view of, or ``None``."""
-
 _needed("_cdata", _leaf.untyped_storage())
 identity: Callable[[Any], int] = operator.attrgetter("_cdata")
 """What two Python objects for one storage have in common."""

@@ -64,6 +64,8 @@ class ModelRun:
     """The copies of parameters and buffers on another device; ``None`` if all is on the CPU."""
     inspection: Inspection | None = None
     """Compares what micro-batches set on modules, in some of the runs."""
+    microbatches: dict[int, Any] = field(default_factory=dict)
+    """The ``MicroBatchForward`` of each micro-batch that has begun."""
     first_node: int = field(init=False)
     """Nodes with lower numbers are the caller's, or turns of micro-batches (``autograd.order``)."""
 
@@ -88,12 +90,6 @@ class ModelRun:
                     "order; choose deferred_batch_norm=True, which defers those of "
                     "BatchNorm, or cuts with all calls of the layer in one partition"
                 )
-
-    def clear(self) -> None:
-        """Forget all micro-batches."""
-        self.inspection = None
-        if self.step is not None:
-            self.step.ledger.graphs.clear()
 
 
 class CurrentPartition:

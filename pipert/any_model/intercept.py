@@ -22,7 +22,6 @@ from torch.overrides import TorchFunctionMode
 
 from pipert._torch import (
     LEFT_ALIGNED,
-    base_of,
     function_mode_at,
     function_mode_count,
     pop_function_mode,
@@ -103,10 +102,8 @@ class Intercept(TorchFunctionMode):
             tensor = self.boundary.as_left(tensor)
         is_earlier, graph = False, self._graph
         if graph is not None and (node := tensor.grad_fn) is not None:
-            number = sequence_nr(node)
-            is_earlier = number in graph.earlier  # else this partition made it, or the caller
-            if number >= graph.first and base_of(tensor) is not None:
-                self.boundary.refuse_old_base(tensor, graph.earlier)
+            # Else this partition made it, or the caller.
+            is_earlier = sequence_nr(node) in graph.earlier
         is_elsewhere = self._copies is not None and self._copies.is_elsewhere(tensor)
         if not (is_earlier or is_elsewhere):
             return tensor

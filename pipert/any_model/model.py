@@ -47,7 +47,8 @@ class AnyModel:
         self, module: nn.Module, partitions: Sequence[nn.Sequential], cuts: Sequence[str],
         devices: Sequence[torch.device],
     ) -> None:  # fmt: skip
-        self.module = module
+        self.module = self.entry = module
+        self.norm_parts = [module]  # a layer may be called in any partition
         self.partitions = tuple(partitions)
         self.threads = MicroBatchThreads()
         self.layers = ModelLayers(module, partitions, cuts)
@@ -61,14 +62,6 @@ class AnyModel:
             for layer in self.layers.values():
                 calls_of(layer.module).bring = partial(self.layers.call_by_itself, layer, devices)
 
-    @property
-    def entry(self) -> nn.Module:
-        return self.module
-
-    @property
-    def norm_parts(self) -> Sequence[nn.Module]:
-        return [self.module]  # a layer may be called in any partition
-
     def function_of(self, step: StepFunction | None) -> StepFunction | None:
         return step
 
@@ -79,8 +72,8 @@ class AnyModel:
         self.layers.refuse_moved(run.devices)
         whole = None if stats is None else stats.partitions[0]
         model_run = ModelRun(run, self.module, self.layers, step, whole)
-        actions = ModelActions(model_run, self.threads)
-        stages = assemble(run, self._model, inputs, step, None, actions.table())
+        actions: Actions = {**ACTIONS, FORWARD: partial(_forward, model_run, self.threads)}
+        stages = assemble(run, self._model, inputs, step, None, actions)
         for stage in stages:
             stage.layers.copies = model_run.parameters
         model_run.draws = run.seed.number is not None  # drawn for layers that might
@@ -88,7 +81,7 @@ class AnyModel:
         if run.plan.m > 1 and run.plan.n > 1 and self._shared.is_due():
             inspection = Inspection(self._shared, self.layers.homes, model_run.called_in)
             model_run.inspection = inspection
-        run.at_end = actions.finish
+        run.at_end = partial(_finish, model_run)
         return stages
 
     def _refuse_changes(self) -> None:
@@ -123,39 +116,31 @@ def _end(threads: MicroBatchThreads, layers: Iterable[nn.Module]) -> None:
     release(layers)
 
 
-class ModelActions:
-    """Carries out the actions of one run."""
+def _forward(
+    model_run: ModelRun, threads: MicroBatchThreads, stage: Stage, i: int, x: Value
+) -> Value:
+    """Carry out ``F[i,j]``: hand off to micro-batch ``i``, which partition 0 starts."""
+    if stage.place.j == 0:
+        model_run.microbatches[i] = MicroBatchForward(model_run, i, x, threads.release)
+        threads.start(model_run.microbatches[i])
+    microbatch: MicroBatchForward = model_run.microbatches[i]
+    worker: Any = threading.current_thread()
+    worker.executed_by = microbatch.thread
+    try:
+        return microbatch.hand_off(stage)
+    finally:
+        worker.executed_by = None
 
-    def __init__(self, model_run: ModelRun, threads: MicroBatchThreads) -> None:
-        self._model_run = model_run
-        self._threads = threads
-        self._microbatches: dict[int, MicroBatchForward] = {}
 
-    def table(self) -> Actions:
-        """Return the function that carries out each kind of action."""
-        return {**ACTIONS, FORWARD: self.forward}
-
-    def forward(self, stage: Stage, i: int, x: Value) -> Value:
-        """Carry out ``F[i,j]``: hand off to micro-batch ``i``, which partition 0 starts."""
-        if stage.place.j == 0:
-            microbatch = MicroBatchForward(self._model_run, i, x, self._threads.release)
-            self._microbatches[i] = microbatch
-            self._threads.start(microbatch)
-        microbatch = self._microbatches[i]
-        worker: Any = threading.current_thread()
-        worker.executed_by = microbatch.thread
-        try:
-            return microbatch.hand_off(stage)
-        finally:
-            worker.executed_by = None
-
-    def finish(self) -> None:
-        """End each ``forward`` and wait for them, however the run ended (H3). In the caller."""
-        microbatches = list(self._microbatches.values())
+def _finish(model_run: ModelRun) -> None:
+    """End each ``forward`` and wait for them, however the run ended (H3). In the caller."""
+    microbatches: list[MicroBatchForward] = list(model_run.microbatches.values())
+    for microbatch in microbatches:
+        microbatch.unwind()
+    if not model_run.run.dropped:
         for microbatch in microbatches:
-            microbatch.unwind()
-        if not self._model_run.run.dropped:
-            for microbatch in microbatches:
-                microbatch.wait()
-        self._microbatches.clear()
-        self._model_run.clear()
+            microbatch.wait()
+    model_run.microbatches.clear()
+    model_run.inspection = None
+    if model_run.step is not None:
+        model_run.step.ledger.graphs.clear()
