@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from pipert._torch import NormBase, refuse_unsupported
+from pipert._torch import NormBase
 from pipert._typing import Device, Value
 from pipert.distributed.rank_messages import RankPlace
 from pipert.distributed.rank_parameters import SharedParameters, check_tied, norm_of_all, tie
@@ -313,7 +313,6 @@ def parts_of(
     device: torch.device,
 ) -> RankParts:
     """Split a model, and move only this rank's partitions to its device."""
-    refuse_unsupported()
     counts = Counter(p for home in module.modules() for p in home._parameters.values())
     if any(count > 1 and p is not None and p.is_meta for p, count in counts.items()):
         raise ValueError(

@@ -61,7 +61,6 @@ PUBLIC = {
     "TaskStatus",
     "Timeline",
     "TransformError",
-    "UnsupportedTorchError",
     "WholeBatchWarning",
     "WorkerBusyError",
     "WorkerDiedError",
