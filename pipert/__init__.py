@@ -22,6 +22,7 @@ from pipert.errors import (
     WorkerDiedError,
 )
 from pipert.observe.event import Event, Observer, RunInfo, TaskInfo
+from pipert.observe.timeline import Timeline
 from pipert.pipe import Pipe
 from pipert.pipeline import pipeline
 from pipert.pipes.module_pipe import ModulePipe
@@ -33,7 +34,6 @@ from pipert.recompute.public import (
     never_recompute,
 )
 from pipert.status import Statistics, TaskStatus, WorkerStatistics
-from pipert.timeline.timeline import Timeline
 
 __version__ = "0.1.0"
 

@@ -31,11 +31,11 @@ from pipert.layers.place import last_layer
 from pipert.model.settings import check_checkpoint, check_chunks
 from pipert.model.split import check_balance, check_module, require_balance, sequential, split
 from pipert.observe.event import Observer
+from pipert.observe.timeline import Timeline
 from pipert.skip.declarations import keys_of, verify_skippables
 from pipert.stage.loss import LossFunction, own_loss
 from pipert.stage.loss_checks import StepCall
 from pipert.status import Statistics
-from pipert.timeline.timeline import Timeline, record
 
 __all__ = ["Pipe"]
 
@@ -164,7 +164,7 @@ class RankPipe(nn.Module):
     def record(self) -> AbstractContextManager[Timeline]:
         """Record this rank's tasks in the block: for a picture or a trace, not for a report."""
         n, device = len(self._runtime.site.homes), self._runtime.site.device
-        return record(self._runtime.trace, [device] * n, [0] * n)
+        return self._runtime.trace.record([device] * n, [0] * n)
 
     def statistics(self) -> Statistics:
         """Return this rank's counts of runs, as :meth:`pipert.Pipe.statistics` does."""

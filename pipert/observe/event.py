@@ -62,11 +62,6 @@ class Event:
     """For a copy, its size."""
 
     @property
-    def clock(self) -> int:
-        """The diagonal of the task: ``micro_batch + partition``."""
-        return self.micro_batch + self.partition
-
-    @property
     def seconds(self) -> float:
         """The duration of the event."""
         return self.end - self.start

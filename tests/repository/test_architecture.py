@@ -31,7 +31,6 @@ ROOMS = [
     {"any_model"},
     {"engine"},
     {"balance"},
-    {"timeline"},
     {"pipes"},
     {"pipe", "pipeline", "prometheus"},
     {"planning"},
