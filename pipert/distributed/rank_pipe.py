@@ -168,7 +168,7 @@ class RankPipe(nn.Module):
 
     def statistics(self) -> Statistics:
         """Return this rank's counts of runs, as :meth:`pipert.Pipe.statistics` does."""
-        return Statistics(**self._runtime.trace.read(), workers=())
+        return self._runtime.trace.statistics()
 
     def add_observer(self, observer: Observer) -> None:
         """Tell ``observer`` about this rank's runs and tasks from now on."""

@@ -7,8 +7,7 @@ lasts from before the last of them until after the first, since autograd goes th
 thread in the reverse order, and begins no task before it is done with the one before
 (``autograd.order``). Hooks change nothing in the graph, and so nothing in what is computed.
 
-Counters change under a lock that a signal handler may take again and a forked child finds free. A
-child counts from zero: it has none of its parent's threads and runs.
+Counters change under a lock that a signal handler may take again and a forked child finds free.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import threading
 import traceback
 import weakref
 from collections import Counter
@@ -38,6 +36,7 @@ from pipert.observe.timeline import Timeline
 from pipert.queues.locks import ProcessLock
 from pipert.schedules.action import RECOMPUTE, Action
 from pipert.schedules.plan import Plan
+from pipert.status import Statistics, WorkerStatistics
 from pipert.workers.context import NOTHING
 
 _log = logging.getLogger("pipert")
@@ -83,11 +82,7 @@ class RunTrace:
                 continue  # removed meanwhile, or dropped
             try:
                 about(observer)
-            except BaseException as error:  # noqa: B036
-                # What a signal handler raises on the main thread is not the observer's fault.
-                on_main_thread = threading.current_thread() is threading.main_thread()
-                if on_main_thread and not isinstance(error, Exception):
-                    raise
+            except Exception:
                 present.pop(id(observer), None)
                 text = traceback.format_exc()  # not the exception, which may keep tensors alive
                 _log.error("%r raised and is told nothing more: %s", observer, text)
@@ -196,15 +191,9 @@ class RunTrace:
 @contextlib.contextmanager
 def _range(name: str, device: torch.device) -> Iterator[None]:
     """Show the block in ``torch.profiler`` and, by NVTX, in Nsight Systems."""
-    on_cuda = device.type == "cuda"
-    if on_cuda:
-        torch.cuda.nvtx.range_push(name)  # type: ignore[no-untyped-call]
-    try:
-        with record_function(name):
-            yield
-    finally:
-        if on_cuda:
-            torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
+    nvtx = torch.cuda.nvtx.range(name) if device.type == "cuda" else NOTHING
+    with nvtx, record_function(name):
+        yield
 
 
 def _runs_on(node: Node, device: torch.device) -> bool:
@@ -240,44 +229,27 @@ class Trace:
         """By ``id``, since they may define equality. Safe for any thread and signal handler:
         operations of a dict on one item are atomic."""
         self.recordings: tuple[Timeline, ...] = ()
-        self._reset()
-
-    def _reset(self) -> None:
-        self._pid = os.getpid()
         self.runs = 0
         self.recomputations = 0
         self._ended: Counter[str] = Counter()  # by outcome
         self.live: weakref.WeakSet[RunTrace] = weakref.WeakSet()
 
-    def _reset_in_child(self) -> None:
-        if self._pid != os.getpid():
-            self._reset()
-
-    def read(self) -> dict[str, int]:
-        """Return the fields of ``status.Statistics`` that are numbers.
+    def statistics(self, workers: tuple[WorkerStatistics, ...] = ()) -> Statistics:
+        """Return the counts so far, with those of ``workers``.
 
         An interrupt may keep the end of a run from being counted. Nobody holds its ``RunTrace``
         then; so a run that is neither live nor ended in another way was cancelled.
         """
         with _counting.current:
-            self._reset_in_child()
-            live, succeeded = len(self.live), self._ended["succeeded"]
-            failed = self._ended["failed"]
-            return {
-                "runs": self.runs,
-                "in_flight": live,
-                "succeeded": succeeded,
-                "failures": failed,
-                "cancellations": self.runs - live - succeeded - failed,
-                "recomputations": self.recomputations,
-            }
+            runs, live, again = self.runs, len(self.live), self.recomputations
+            good, bad = self._ended["succeeded"], self._ended["failed"]
+        return Statistics(runs, live, good, bad, runs - live - good - bad, again, workers)
 
     @contextlib.contextmanager
     def open(self, plan: Plan) -> Iterator[RunTrace]:
         """Count a run of ``plan``, and tell observers when it begins and ends."""
         profiled = _UNDER_NSIGHT or profiler_is_on()
         with _counting.current:
-            self._reset_in_child()
             info = RunInfo(self.runs, plan.m, plan.n)
             run = RunTrace(self, info, plan.goes_back, profiled)
             self.runs += 1
