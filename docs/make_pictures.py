@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipert import Event, Pipe, Timeline, pipeline
-from pipert.timeline.picture import save_picture
+from pipert.observe.timeline import save_picture
 
 PICTURES = Path(__file__).parent / "pictures"
 ROWS = 32

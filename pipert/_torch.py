@@ -2,9 +2,8 @@
 
 Any release of torch may drop such a name. So each is looked up here, once, at import:
 
-1. Without a *needed* name no pipe would be right. If one is missing, making a pipe raises
-   :class:`.UnsupportedTorchError`, which names torch's version and all that is missing
-   (:func:`refuse_unsupported`).
+1. Without a *needed* name no pipe would be right. If one is missing, importing pipert raises an
+   ``ImportError``, which names torch's version and all that is missing.
 2. Any other name has a *fallback*: a public way that is slower, or one feature less.
 
 ``test_private_names.py`` takes each of them away, before pipert is imported. No other file of
@@ -28,8 +27,6 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad, profiler
 from torch.nn.utils import parametrize
 
-from pipert.errors import UnsupportedTorchError
-
 Flag = Callable[[], bool]
 Get = Callable[[], Any]
 
@@ -37,33 +34,6 @@ NEEDED: list[str] = []
 OTHERS: list[str] = []
 """All needed names, and all with a fallback."""
 _missing: list[str] = []
-
-
-class _Absent:
-    """Stands for a needed name that is missing; raises an error when it is called."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __getattr__(self, name: str) -> _Absent:
-        return _Absent(f"{self._name}.{name}")
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        refuse_unsupported()
-
-
-def refuse_unsupported() -> None:
-    """Refuse a torch that lacks what every pipe needs.
-
-    Raises:
-        UnsupportedTorchError: it does.
-    """
-    if _missing:
-        raise UnsupportedTorchError(
-            f"pipert does not support torch {torch.__version__}, which lacks "
-            f"{', '.join(_missing)}; README says which versions of torch are tested. Use one of "
-            "these, or a newer pipert"
-        )
 
 
 def _look_up(path: str, owner: Any) -> Any:
@@ -82,9 +52,7 @@ def _needed(path: str, owner: Any = None) -> Any:
     try:
         return _look_up(path, owner)
     except (AttributeError, ImportError):
-        name = path.replace(":", ".")
-        _missing.append(name)
-        return _Absent(name)
+        _missing.append(path.replace(":", "."))
 
 
 def _or(fallback: Any, path: str, owner: Any = None) -> Any:
@@ -317,6 +285,12 @@ set_thread_name: Callable[[str], None] = _or(
     lambda _: None, "torch.multiprocessing:_set_thread_name"
 )
 """Names the current thread for the operating system."""
+
+if _missing:
+    raise ImportError(
+        f"pipert does not support torch {torch.__version__}, which lacks {', '.join(_missing)}; "
+        "README says which versions of torch are tested. Use one of these, or a newer pipert"
+    )
 
 # Python -------------------------------------------------------------------------------------------
 

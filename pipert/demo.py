@@ -31,21 +31,16 @@ class Embed(nn.Module):
         return y
 
 
-class Block(nn.Module):
+class Block(nn.TransformerEncoderLayer):
     """Causal attention with four heads, and a feed-forward network; keeps the shape."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.norms = nn.ModuleList([nn.LayerNorm(WIDTH) for _ in range(2)])
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.wide, self.narrow = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        super().__init__(WIDTH, 4, 4 * WIDTH, 0.0, F.gelu, batch_first=True, norm_first=True)
 
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.norms[0](x)).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(y.transpose(1, 2).flatten(2))
-        changed: Tensor = x + self.narrow(F.gelu(self.wide(self.norms[1](x))))
-        return changed
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        mask = nn.Transformer.generate_square_subsequent_mask(CONTEXT, device=x.device)
+        y: Tensor = super().forward(x, mask, is_causal=True)
+        return y
 
 
 def loss_fn(logits: Tensor, target: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from pipert._torch import NormBase, refuse_unsupported
+from pipert._torch import NormBase
 from pipert._typing import Device, Value
 from pipert.distributed.rank_messages import RankPlace
 from pipert.distributed.rank_parameters import SharedParameters, check_tied, norm_of_all, tie
@@ -31,11 +31,11 @@ from pipert.layers.place import last_layer
 from pipert.model.settings import check_checkpoint, check_chunks
 from pipert.model.split import check_balance, check_module, require_balance, sequential, split
 from pipert.observe.event import Observer
+from pipert.observe.timeline import Timeline
 from pipert.skip.declarations import keys_of, verify_skippables
 from pipert.stage.loss import LossFunction, own_loss
 from pipert.stage.loss_checks import StepCall
 from pipert.status import Statistics
-from pipert.timeline.timeline import Timeline, record
 
 __all__ = ["Pipe"]
 
@@ -164,11 +164,11 @@ class RankPipe(nn.Module):
     def record(self) -> AbstractContextManager[Timeline]:
         """Record this rank's tasks in the block: for a picture or a trace, not for a report."""
         n, device = len(self._runtime.site.homes), self._runtime.site.device
-        return record(self._runtime.trace, [device] * n, [0] * n)
+        return self._runtime.trace.record([device] * n, [0] * n)
 
     def statistics(self) -> Statistics:
         """Return this rank's counts of runs, as :meth:`pipert.Pipe.statistics` does."""
-        return Statistics(**self._runtime.trace.read(), workers=())
+        return self._runtime.trace.statistics()
 
     def add_observer(self, observer: Observer) -> None:
         """Tell ``observer`` about this rank's runs and tasks from now on."""
@@ -313,7 +313,6 @@ def parts_of(
     device: torch.device,
 ) -> RankParts:
     """Split a model, and move only this rank's partitions to its device."""
-    refuse_unsupported()
     counts = Counter(p for home in module.modules() for p in home._parameters.values())
     if any(count > 1 and p is not None and p.is_meta for p, count in counts.items()):
         raise ValueError(

@@ -279,7 +279,7 @@ class Runtime:
 
     def statistics(self) -> Statistics:
         """Return what has happened so far, and what the workers are doing. Thread-safe."""
-        return Statistics(**self.trace.read(), workers=self.waiting.workers())
+        return self.trace.statistics(self.waiting.workers())
 
     def close(self, timeout: float | None = None) -> None:
         """End the threads; join them unless called inside a task of this runtime.

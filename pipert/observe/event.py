@@ -1,10 +1,8 @@
 """Defines the events of a recording, plain data, and observers, which a pipe tells what it does.
 
 The standard way is a hook for each kind of event, or a subclass of the runtime. An observer is one
-object with one method for each. An observer cannot break a run: one that raises an ``Exception``,
-or anything on a worker, is dropped, with a line in the log. On the main thread, anything but an
-``Exception`` may come from a signal handler, so it interrupts the call. While there is no observer,
-nothing is measured or created for one.
+object with one method for each. An observer cannot break a run: one that raises an ``Exception`` is
+dropped, with a line in the log. While there is no observer, nothing is measured or created for one.
 """
 
 from __future__ import annotations
@@ -60,11 +58,6 @@ class Event:
     with ``origin == partition``, other gradients with ``origin > partition``."""
     bytes: int = 0
     """For a copy, its size."""
-
-    @property
-    def clock(self) -> int:
-        """The diagonal of the task: ``micro_batch + partition``."""
-        return self.micro_batch + self.partition
 
     @property
     def seconds(self) -> float:

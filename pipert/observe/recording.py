@@ -1,4 +1,4 @@
-"""Keeps the events of runs, with moments that are dated when they are read.
+"""Takes moments on the clock of a device, which are dated when a recording is read.
 
 On CPU a task is over when its function returns, and a moment is a ``perf_counter`` value. On CUDA
 the task has only been queued by then. There a moment is an event in the stream, which the device
@@ -8,13 +8,13 @@ recording begins.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from time import perf_counter
 
 import torch
 
-from pipert.observe.event import COMPUTE, WAIT, Event
+from pipert.observe.event import Event
 
 Stamp = float | torch.cuda.Event
 
@@ -82,50 +82,3 @@ class Span:
         assert self.end is not None
         start, end = (origin.date(moment, self.clock) for moment in (self.start, self.end))
         return replace(self.event, start=start, end=max(start, end))
-
-
-class Recording:
-    """The spans of the runs that began while it was open: of one ``with pipe.record()``.
-
-    Workers, threads of autograd and callers note spans at the same time: the list is only ever
-    appended to, which is atomic. It references neither a run nor the pipe.
-    """
-
-    def __init__(self, devices: Iterable[torch.device]) -> None:
-        self.origin = Origin(devices)
-        self.spans: list[Span] = []
-        self.steps: set[int] = set()  # the runs whose backward is done by the workers
-        self.failed: set[int] = set()  # the runs that did not succeed, even if they recorded spans
-        self.in_one: dict[str, None] = {}  # why calls had one micro-batch, though more were asked
-        self.is_open = True
-
-    def events(self) -> list[Event]:
-        """Return the events that are over, in order of start. Waits for their CUDA devices."""
-        events = [span.dated(self.origin) for span in list(self.spans) if span.end is not None]
-        return sorted(_without_waits(events), key=_times)
-
-    def close(self) -> None:
-        """Keep the spans that have ended, and record no more."""
-        self.is_open = False
-        self.spans = [span for span in self.spans if span.end is not None]
-
-
-def _times(event: Event) -> tuple[float, float]:
-    return event.start, event.end
-
-
-def _without_waits(events: Iterable[Event]) -> Iterator[Event]:
-    """Cut tasks that wait inside, as those of any model do where a CUDA device uses an input."""
-    waits: dict[tuple[int, int, int], list[Event]] = {}
-    for event in sorted(events, key=_times):
-        place = event.run, event.micro_batch, event.partition
-        if event.kind == WAIT and event.seconds > 0:
-            waits.setdefault(place, []).append(event)
-    for event in events:
-        place = event.run, event.micro_batch, event.partition
-        for wait in waits.get(place, ()) if event.kind in COMPUTE else ():
-            if event.start <= wait.start and wait.end <= event.end:
-                if event.start < wait.start:
-                    yield replace(event, end=wait.start)
-                event = replace(event, start=wait.end)
-        yield event

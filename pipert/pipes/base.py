@@ -39,6 +39,7 @@ from pipert.model.settings import (
     refuse_misspelt,
 )
 from pipert.observe.event import Observer
+from pipert.observe.timeline import Timeline
 from pipert.pipes.settings import Settings
 from pipert.recompute.public import is_recomputing
 from pipert.schedules.plan import BOUNDED, Plan, Schedule, maker_of, plan, recomputed_in_each
@@ -57,7 +58,6 @@ from pipert.stage.loss import (
 from pipert.stage.loss_checks import LossChecks, StepCall
 from pipert.stage.step import Step
 from pipert.status import Statistics
-from pipert.timeline.timeline import Timeline, record
 
 _log = logging.getLogger("pipert")
 
@@ -317,7 +317,7 @@ class PipeBase(Settings):
         the devices are synchronised once, at its beginning; the calls are not. Each task is kept,
         about a kilobyte with its backward, so record a few steps, not a whole training.
         """
-        return record(self._runtime.trace, self._runtime.devices, self._runtime.workers)
+        return self._runtime.trace.record(self._runtime.devices, self._runtime.workers)
 
     def statistics(self) -> Statistics:
         """Return counts of what the pipe has done, and what its workers do now. Thread-safe."""

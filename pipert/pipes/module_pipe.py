@@ -171,7 +171,7 @@ class ModulePipe(PipeBase):
         if chunks < self._chunks:
             for recording in self._runtime.trace.recordings:
                 text = f"one micro-batch of {self._chunks} asked for, because {why_in_one}"
-                recording.in_one[text] = None
+                recording._in_one[text] = None
         return self._call(args, kwargs, chunks, seconds, call, join_numbers)
 
     def _call(self, *args: Any) -> Value:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from pipert._torch import refuse_unsupported
 from pipert._typing import Value
 from pipert.autograd.order import begin_numbers
 from pipert.batch.tensors import tensors_of
@@ -38,7 +37,6 @@ class Settings(nn.Module):
         self._checkpoint = check_checkpoints(checkpoint, n)
         self._deferred_batch_norm = bool(deferred_batch_norm)
         self.timeout = timeout
-        refuse_unsupported()
         refuse_at_once()
 
     @property

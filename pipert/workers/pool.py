@@ -206,3 +206,11 @@ def _end_all() -> None:
     deadline = time.monotonic() + _AT_EXIT
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def assign_workers(devices: Sequence[torch.device]) -> list[int]:
+    """Return the worker of each partition: one for each device, and for each plain ``'cpu'``."""
+    # An object() is equal to no other, so each plain 'cpu' gets a number of its own.
+    logical = [object() if device == torch.device("cpu") else device for device in devices]
+    numbers = {device: k for k, device in enumerate(dict.fromkeys(logical))}
+    return [numbers[device] for device in logical]

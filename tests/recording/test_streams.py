@@ -14,7 +14,7 @@ from torch import Tensor
 from pipert import Event
 from pipert.observe import recording, run_trace
 from pipert.observe.event import COPY, WAIT
-from pipert.observe.recording import Recording
+from pipert.observe.run_trace import Trace
 from tests.helpers.driven_stages import CPU, META, FakeStream, FakeStreams, run_between_devices
 
 
@@ -32,10 +32,11 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeStreams:
 
 
 def record_step(fake: FakeStreams) -> tuple[list[Event], Tensor]:
-    made = Recording([CPU, META])
-    y = run_between_devices(fake, recording=made)
-    torch.autograd.backward(y.sum())
-    return made.events(), y
+    trace = Trace()
+    with trace.record([CPU, META], [0, 1]) as timeline:
+        y = run_between_devices(fake, trace=trace)
+        torch.autograd.backward(y.sum())
+    return list(timeline.events), y
 
 
 def of(events: list[Event], kind: str) -> list[Event]:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from pipert import Event, Timeline
-from pipert.timeline import Report
-from pipert.timeline.report import length, union
+from pipert.observe import Report
+from pipert.observe.report import length, union
 
 CPU = torch.device("cpu")
 CUDA = [torch.device("cuda", k) for k in range(4)]

@@ -15,7 +15,7 @@ from textwrap import wrap
 
 import torch
 
-from pipert.observe.event import COMPUTE, FORWARD, RECOMPUTE, Event
+from pipert.observe.event import COMPUTE, FORWARD, RECOMPUTE, WAIT, Event
 
 __all__ = ["Advice", "DeviceTimes", "Report"]
 
@@ -91,8 +91,8 @@ def make_report(
     lanes: Sequence[str],
     workers: Sequence[int],
     devices: Sequence[torch.device],
-    steps: frozenset[int],
-    failed: frozenset[int],
+    steps: set[int],
+    failed: set[int],
 ) -> Report:
     """Makes the result of :meth:`Timeline.report`."""
     sizes, incomplete = _calls(events, len(devices), failed)
@@ -126,7 +126,7 @@ def make_report(
 
 
 def _calls(
-    events: Sequence[Event], n: int, failed: frozenset[int]
+    events: Sequence[Event], n: int, failed: set[int]
 ) -> tuple[dict[int, int], set[int]]:
     """Returns the number of micro-batches of each complete call, and the incomplete calls.
 
@@ -145,7 +145,7 @@ def _calls(
     return complete, {event.run for event in events} - set(complete)
 
 
-def _at_work(events: Sequence[Event], steps: frozenset[int]) -> list[Interval]:
+def _at_work(events: Sequence[Event], steps: set[int]) -> list[Interval]:
     """Returns the times at which the pipe was at work.
 
     A phase does not simply last from its first to its last task, since a call may run backward
@@ -244,8 +244,17 @@ def union(intervals: Iterable[Interval], gap: float = 0.0) -> list[Interval]:
 
 
 def seconds_of(events: Iterable[Event], kinds: Collection[str]) -> float:
-    """Returns the seconds in which there was an event of one of these kinds."""
-    return length(union((event.start, event.end) for event in events if event.kind in kinds))
+    """Returns the seconds in which there was an event of one of these kinds.
+
+    Less the waits inside of tasks, as those of any model have where a CUDA device uses an input.
+    """
+    spans, waits = list[Interval](), list[Interval]()
+    for event in events:
+        if event.kind in kinds:
+            spans.append((event.start, event.end))
+        elif event.kind == WAIT and event.device.type == "cuda":
+            waits.append((event.start, event.end))
+    return length(union(spans + waits)) - length(union(waits))
 
 
 def length(intervals: Iterable[Interval]) -> float:
