@@ -219,8 +219,7 @@ class Task:
         self._handler.send(self._action.i, NOT_RUN if run.dropped else result)
         if run.dropped:
             self._stage.drop()  # again: this action may have been executing the first time
-        if self._due:  # else it was posted twice
-            self._due.pop().settle()
+        self._due.pop().settle()
 
     def abandon(self, error: BaseException) -> None:
         for outcome in self._due.take() or ():  # nothing if the action was settled already
