@@ -83,7 +83,7 @@ class AnyModel:
         stages = assemble(run, self._model, inputs, step, None, actions.table())
         for stage in stages:
             stage.layers.copies = model_run.parameters
-        model_run.draws = any(stage.layers.draws for stage in stages)
+        model_run.draws = run.seed.number is not None  # drawn for layers that might
         run.seed.draw()  # the model's own code may draw
         if run.plan.m > 1 and run.plan.n > 1 and self._shared.is_due():
             inspection = Inspection(self._shared, self.layers.homes, model_run.called_in)

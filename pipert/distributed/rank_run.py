@@ -33,7 +33,7 @@ from pipert.distributed.rank_reports import RankSettings, check, prepare, share
 from pipert.distributed.rank_stage import RankBatch, RankPartition, RankStage, StageModule
 from pipert.distributed.replay_model import ReplayLayers, ReplayModel
 from pipert.layers.batchnorm import DeferredStats
-from pipert.layers.call import Layers, RandomLayers
+from pipert.layers.call import Layers
 from pipert.layers.place import Place
 from pipert.layers.random_numbers import RunSeed, draws
 from pipert.observe.run_trace import Trace
@@ -109,7 +109,8 @@ class RankRuntime:
         first = site.agreement.of(site.homes[0], reports)
         arrived = share(site, inputs) if inputs_of == "shared" else None
         m, n = len(first.sizes), len(site.homes)
-        seed = RunSeed(first.seed)  # on all ranks, whatever fails
+        seed = RunSeed()
+        seed.draw(first.seed)  # on all ranks, whatever fails
         planned = plan("gpipe", m, n) if is_step else plan_call(m, n, range(n))
         earlier, stats = None, None
         with self.trace.open(planned) as trace:
@@ -161,11 +162,10 @@ class RankRuntime:
         for k, (j, module) in enumerate(self.parts.modules.items()):
             place = Place(j, n, batch.m, self.site.device, self.parts.before[j])
             skips = self.parts.skips[j]
-            about = module, place, batch.context, bool(skips), batch.trace, batch.effects
             draws_loss = place.is_last and batch.step is not None and batch.step.loss.draws
-            layers: Any = Layers(*about)
-            if draws_loss or draws(module):
-                layers = RandomLayers(batch.seed, *about)
+            about = place, batch.context, bool(skips), batch.trace, batch.effects
+            seed = batch.seed if draws_loss or draws(module) else None
+            layers: Any = Layers(module, *about, seed)
             if self.parts.replayed is not None:
                 layers = ReplayLayers(self.parts.replayed, place, layers, batch)
             own_stats = None if stats is None else stats.partitions[k]

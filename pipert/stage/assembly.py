@@ -14,7 +14,7 @@ from torch import nn
 
 from pipert._typing import Value
 from pipert.layers.batchnorm import DeferredStats
-from pipert.layers.call import Layers, RandomLayers
+from pipert.layers.call import Layers
 from pipert.layers.parameter_copies import weights_elsewhere
 from pipert.layers.place import Place, last_layer
 from pipert.layers.random_numbers import draws
@@ -129,11 +129,9 @@ def assemble(
 def _layers(
     run: Run, partition: nn.Sequential, place: Place, has_skips: bool, step: Step | None
 ) -> Layers:
-    about = partition, place, run.context, has_skips, run.trace, run.effects
     draws_loss = step is not None and place.is_last and step.loss.draws
-    if draws_loss or draws(partition):
-        return RandomLayers(run.seed, *about)
-    return Layers(*about)
+    seed = run.seed if draws_loss or draws(partition) else None
+    return Layers(partition, place, run.context, has_skips, run.trace, run.effects, seed)
 
 
 def _between(run: Run, receiver: Place) -> Link:
