@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from pipert._typing import Tensors, Value
 from pipert.autograd.engine import differentiate
 from pipert.autograd.leaves import find_leaves
 from pipert.autograd.order import ENTRANCE, edge_of, join
+from pipert.autograd.streams import CopyStreams
 from pipert.autograd.weight_gradients import DeferredGradients, WeightDeferral, compute_deferred
 from pipert.batch.tensors import differentiable, tensors_of
 from pipert.distributed.rank_messages import FAILED, Arrived, Parcel, RankPlace, pack, transfers
@@ -85,7 +85,7 @@ class RankBatch:
     """Those of an evaluation."""
     sent: list[dist.Work | None] = field(default_factory=list)
     """Headers on their way."""
-    effects: Effects = field(default_factory=partial(Effects, at_end=True))
+    effects: Effects = field(default_factory=lambda: Effects(True, CopyStreams()))
     failure: tuple[BaseException, Action | None] | None = None
     """The first error on this rank, and the action that raised it."""
     records: list[Any] = field(default_factory=list)
