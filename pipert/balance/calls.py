@@ -43,7 +43,7 @@ from pipert.balance.measure import (
     weights_of,
     without,
 )
-from pipert.batch.microbatch import Arguments, explain_example, scatter
+from pipert.batch.microbatch import Arguments, scatter
 from pipert.batch.tensors import differentiable, tensors_of
 from pipert.layers.modules import check_initialised
 from pipert.model.calls import Gathering, intercepted, settled, unchanged
@@ -136,12 +136,8 @@ def measure_calls(
         args, kwargs = settled(example, device)
         calls.note((args, kwargs), set())
         calls.begin_own_code()
-        try:
-            output = model(*args, **kwargs)
-            then(output)
-        except TypeError as error:
-            explain_example(error, model, Arguments(args, kwargs))
-            raise
+        output = model(*args, **kwargs)
+        then(output)
         calls.end_own_code(output)
     return calls.costs()
 

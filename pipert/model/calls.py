@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from pipert._torch import pytree
 from pipert._typing import Value
-from pipert.batch.microbatch import Arguments, arguments_of, explain_example
+from pipert.batch.microbatch import Arguments, arguments_of
 from pipert.batch.tensors import tensors_of
 from pipert.layers.intercepted import Interceptor, current_thread, intercept, release
 from pipert.layers.modules import modules_of
@@ -53,11 +53,7 @@ def order_of_calls(
         args, kwargs = settled(Arguments(args, kwargs), devices[0])
     gathering = Gathering(devices[0]) if len({*devices}) > 1 else contextlib.nullcontext()
     with intercepted(layers.values(), first_calls), unchanged(model), torch.no_grad(), gathering:
-        try:
-            model(*args, **kwargs)
-        except TypeError as error:
-            explain_example(error, model, Arguments(args, kwargs))
-            raise
+        model(*args, **kwargs)
     return list(first_calls.found)
 
 

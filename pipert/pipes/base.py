@@ -21,7 +21,6 @@ from pipert.batch.microbatch import (
     arguments_of,
     as_value,
     batch_of_step,
-    explain_keywords,
     ready,
     scatter_with_sizes,
 )
@@ -34,9 +33,8 @@ from pipert.model.devices import refuse_other_devices
 from pipert.model.settings import (
     OF_CALLS,
     OF_STEPS,
+    check_keywords,
     check_timeout,
-    refuse_keywords_of,
-    refuse_misspelt,
 )
 from pipert.observe.event import Observer
 from pipert.observe.timeline import Timeline
@@ -46,7 +44,6 @@ from pipert.schedules.plan import BOUNDED, Plan, Schedule, maker_of, plan, recom
 from pipert.stage.assembly import Model
 from pipert.stage.backward import unpartitioned_weights
 from pipert.stage.loss import (
-    NO_LOSS_FN,
     LossFunction,
     StepFunction,
     check_step,
@@ -124,17 +121,13 @@ class PipeBase(Settings):
             Exception: whatever a layer raises, with a note that says where.
         """
         seconds = self._limit_of_call(timeout)
-        refuse_keywords_of(self._runtime.model.entry, {"timeout": timeout}, len(args))
-        refuse_misspelt(self._runtime.model.entry, kwargs, OF_CALLS)
+        entry = self._runtime.model.entry
+        check_keywords(entry, OF_CALLS, {"timeout": timeout}, len(args), kwargs)
         if not self._partitions:
             if len(args) != 1 or kwargs:
                 raise TypeError("a pipe without layers takes one positional argument")
             return args[0]
-        try:
-            return self._call(args, kwargs, self._chunks, seconds)
-        except TypeError as error:
-            explain_keywords(error, self._runtime.model.entry, OF_CALLS)
-            raise
+        return self._call(args, kwargs, self._chunks, seconds)
 
     def _call(
         self, args: Any, kwargs: dict[str, Any], chunks: int, seconds: float | None,
@@ -175,10 +168,7 @@ class PipeBase(Settings):
         seconds = self._limit_of_call(timeout)
         checkpointed = recomputed_in_each(self.checkpoint, 1, len(self._partitions))
         values = starmap(as_value, map(arguments_of, ready(microbatches)))
-        if not self._partitions:
-            return values
-        found = self._runtime.map(values, checkpointed, seconds)
-        return _explained(found, self._runtime.model.entry)
+        return self._runtime.map(values, checkpointed, seconds) if self._partitions else values
 
     def forward_backward(
         self,
@@ -251,30 +241,20 @@ class PipeBase(Settings):
             Exception: as :meth:`forward`; also whatever a layer raises in the backward.
         """
         seconds = self._limit_of_call(timeout, is_step=True)
-        keywords = {"loss_fn": loss_fn, "target": target, "microbatches": microbatches}
-        keywords |= {"step": step, "timeout": timeout}
-        entry = self._runtime.model.entry
-        refuse_keywords_of(entry, keywords, len(args))
-        refuse_misspelt(entry, kwargs, OF_STEPS)
+        own = {"loss_fn": loss_fn, "target": target, "microbatches": microbatches, "step": step}
+        own["timeout"] = timeout
+        check_keywords(self._runtime.model.entry, OF_STEPS, own, len(args), kwargs)
         if not self._partitions:
             raise ValueError("a pipe without layers has nothing to go backward through")
-        own = self._runtime.model.function_of(step)
+        function = self._runtime.model.function_of(step)
         if loss_fn is None and target is None and step is None:
             loss_fn = own_loss
         call = StepCall(
-            args, kwargs, check_step(loss_fn, reduction, own, target), own, target, microbatches,
-            self._chunks, self._schedule if schedule is None else schedule, reduction, denominator,
-            loss_scale, return_outputs,
+            args, kwargs, check_step(loss_fn, reduction, function, target), function, target,
+            microbatches, self._chunks, self._schedule if schedule is None else schedule,
+            reduction, denominator, loss_scale, return_outputs,
         )  # fmt: skip
-        try:
-            return self._take_step(call, seconds)
-        except TypeError as error:
-            if step is not None and microbatches is None and not (args or kwargs):
-                error.add_note("step got no micro-batch; give microbatches, or arguments to split")
-            explain_keywords(error, entry, OF_STEPS if microbatches is None else ())
-            if loss_fn is own_loss and any(map(callable, args)):
-                error.add_note(NO_LOSS_FN)
-            raise
+        return self._take_step(call, seconds)
 
     def _take_step(self, call: StepCall, seconds: float | None) -> Any:
         """Run a step: split the mini-batch, plan, and run it forward and backward."""
@@ -383,11 +363,3 @@ class PipeBase(Settings):
     def _checkpoint_of(self, schedule: str | Schedule) -> str | tuple[str, ...]:
         """Return the checkpoint of a step: as chosen, or what its schedule needs."""
         return self._checkpoint or ("never" if maker_of(schedule) in BOUNDED else "except_last")
-
-
-def _explained(outputs: Iterator[Value], model: Any) -> Iterator[Value]:
-    try:
-        yield from outputs
-    except TypeError as error:
-        explain_keywords(error, model)
-        raise

@@ -15,13 +15,12 @@ from pipert._typing import Device, Value
 from pipert.any_model.model import AnyModel
 from pipert.any_model.routed import Routed
 from pipert.batch.joining import JoinNumbers
-from pipert.batch.microbatch import explain_keywords
 from pipert.layers.batchnorm import check_batch_norm
 from pipert.model.calls import order_of_calls
 from pipert.model.cuts import check_cuts, homes, homes_outside_of_layers, layers_of
 from pipert.model.device_map import note_device_map
 from pipert.model.devices import devices_and_workers, refuse_data_parallel
-from pipert.model.settings import OF_CALLS, check_timeout, refuse_keywords_of, refuse_misspelt
+from pipert.model.settings import OF_CALLS, check_keywords, check_timeout
 from pipert.model.split import Partition, move, place, sequential
 from pipert.pipes.base import PipeBase
 from pipert.schedules.plan import Schedule, recomputed_in_each
@@ -135,13 +134,8 @@ class ModulePipe(PipeBase):
         single number for each of several micro-batches is refused, unless these are losses that
         add up.
         """
-        refuse_keywords_of(self.module, {"timeout": timeout}, len(args))
-        refuse_misspelt(self.module, kwargs, OF_CALLS)
-        try:
-            return self._routed.run_in(self, self.module, args, kwargs, timeout)
-        except TypeError as error:
-            explain_keywords(error, self.module, OF_CALLS)
-            raise
+        check_keywords(self.module, OF_CALLS, {"timeout": timeout}, len(args), kwargs)
+        return self._routed.run_in(self, self.module, args, kwargs, timeout)
 
     def _take_step(self, call: StepCall, seconds: float | None) -> Any:
         take = partial(super()._take_step, seconds=seconds)
