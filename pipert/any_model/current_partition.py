@@ -24,11 +24,10 @@ from torch import Tensor, nn
 from pipert._torch import BatchNorm, NormBase, node_count, transforms
 from pipert._typing import Value
 from pipert.any_model.checkpointed_calls import checkpointed_call
-from pipert.any_model.intercept import CHANGED, Intercept, Paused
+from pipert.any_model.intercept import CHANGED, Intercept, Paused, TensorCopies
 from pipert.any_model.microbatch_graph import MicroBatchGraph, memory_of
 from pipert.any_model.model_layers import ModelLayer, ModelLayers
 from pipert.any_model.shared_state import Inspection
-from pipert.any_model.tensor_copies import TensorCopies
 from pipert.autograd.hooks import checkpoint_around
 from pipert.autograd.order import begin_numbers
 from pipert.batch.microbatch import Arguments
