@@ -11,10 +11,11 @@ layers; here is what is done then. A call of a layer
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sized
+from collections.abc import Callable, MutableMapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from operator import gt
 from typing import Any
 
 import torch
@@ -23,16 +24,14 @@ from torch import Tensor, nn
 from pipert._torch import BatchNorm, NormBase, node_count, transforms
 from pipert._typing import Value
 from pipert.any_model.checkpointed_calls import checkpointed_call
-from pipert.any_model.intercept import CHANGED, Intercept, Paused
+from pipert.any_model.intercept import CHANGED, Intercept, Paused, TensorCopies
 from pipert.any_model.microbatch_graph import MicroBatchGraph, memory_of
 from pipert.any_model.model_layers import ModelLayer, ModelLayers
 from pipert.any_model.shared_state import Inspection
-from pipert.any_model.tensor_copies import TensorCopies
 from pipert.autograd.hooks import checkpoint_around
 from pipert.autograd.order import begin_numbers
 from pipert.batch.microbatch import Arguments
 from pipert.batch.tensors import differentiable, map_tensors
-from pipert.batch.trees import ORDINARY, flatten
 from pipert.layers.batchnorm import PartitionStats
 from pipert.layers.compiling import call_compiled
 from pipert.layers.modules import modules_of
@@ -127,11 +126,13 @@ class CurrentPartition:
         self.begin(stage)
         own = x if shared.run.plan.m == 1 else None
         x = x if intercept is None else intercept.enter_inputs(x)
-        before = {} if x is own else _sizes(x)
+        given = [] if x is own else _containers(x)
+        sizes = list(map(len, given))
         with NOTHING if intercept is None else intercept:
             y = forward(x)
         if shared.step is None or shared.run.function is None:
-            _refuse_filled(x, before)
+            if any(map(gt, map(len, given), sizes)):
+                raise ValueError(_FILLED)
         elif self._i == shared.run.plan.m - 1 and not shared.called_in:
             raise RuntimeError(
                 "step called no layer of the model that is in the pipe; call pipe.module, no copy"
@@ -177,8 +178,6 @@ class CurrentPartition:
             shared.step.ledger.graphs[self._i, place.j].segments = self._segments
         if self._copies is not None:
             self._copies.begin(stage)
-        if shared.inspection is not None:
-            shared.inspection.begin(self._i, place)
 
     def end(self) -> None:
         """End the partition, which is about to be handed back."""
@@ -279,18 +278,14 @@ class CurrentPartition:
         self._intercept = self._segments = None
 
 
-def _sizes(x: Value) -> dict[Any, int]:
-    """Return the size of each argument that is a container, by name."""
-    args, kwargs = x if isinstance(x, Arguments) else ((x,), {})
-    found = [(k, v) for k, v in (*enumerate(args), *kwargs.items()) if type(v) not in ORDINARY]
-    return {k: len(flatten(v)[0]) + (len(v) if isinstance(v, Sized) else 0) for k, v in found}
+def _containers(x: Value) -> list[Any]:
+    """Return the lists and mappings among the arguments."""
+    values = (*x.args, *x.kwargs.values()) if isinstance(x, Arguments) else (x,)
+    return [value for value in values if isinstance(value, list | MutableMapping)]
 
 
-def _refuse_filled(x: Value, before: dict[Any, int]) -> None:
-    found = [name for name, size in _sizes(x).items() if size > before[name]] if before else []
-    if found:
-        raise ValueError(
-            f"forward adds to its argument {found[0]!r}, of which each micro-batch has a copy, so "
-            "the caller's would stay as it is; return what is added, or use chunks=1 with inputs "
-            "on the first device"
-        )
+_FILLED = (
+    "forward adds to a list or a mapping among its arguments, of which each micro-batch has a "
+    "copy, so the caller's would stay as it is; return what is added, or use chunks=1 with inputs "
+    "on the first device"
+)

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pipert._torch import STATE_TABLES
 from pipert._typing import Device, Value
@@ -42,7 +42,6 @@ class ModulePipe(PipeBase):
     training, such as ``save_pretrained``."""
 
     _routed: Routed
-    _has_run = False
 
     def __init__(
         self,
@@ -168,24 +167,6 @@ class ModulePipe(PipeBase):
                 recording._in_one[text] = None
         return self._call(args, kwargs, chunks, seconds, call, join_numbers)
 
-    def _call(self, *args: Any) -> Value:
-        y = super()._call(*args)
-        self._check_cuts()
-        return y
-
-    def _step(self, *args: Any) -> Tensor:
-        loss = super()._step(*args)
-        self._check_cuts()
-        return loss
-
-    def _check_cuts(self) -> None:
-        """Warn, after the first run, of cuts at which no partition has begun."""
-        if not self._has_run:
-            self.__dict__["_has_run"] = True
-            model = self._runtime.model
-            assert isinstance(model, AnyModel)
-            model.layers.warn_of_cuts()
-
     def close(self, timeout: float | None = None) -> None:
         seconds = self._timeout if timeout is None else check_timeout(timeout)
         model = self._runtime.model
@@ -238,4 +219,4 @@ class ModulePipe(PipeBase):
         return "\n".join([*lines, f"  cuts={self.cuts}"])
 
 
-_OF_THREADS = ("_release", "_routed", "_has_run")
+_OF_THREADS = ("_release", "_routed")
