@@ -27,6 +27,7 @@ from pipert._torch import has_hooks
 from pipert._typing import Value
 from pipert.batch.tensors import tensors_of
 from pipert.recompute.public import current_microbatch
+from pipert.recompute.snapshot import SMALL
 from pipert.stage.loss import loss_in, own_loss
 from pipert.stage.loss_checks import StepCall
 
@@ -71,11 +72,15 @@ class LossesAddUp:
         return self._is_clear.get(kind, True)
 
     def take(self, check: LossCheck, run: Callable[[], T]) -> T | None:
-        """Return what ``run`` returns; ``None`` if the losses do not add up."""
+        """Return what ``run`` returns; ``None``, and what it has changed is as before, if the
+        losses do not add up."""
+        before = Before(check.model) if check.is_due else None
         try:
             found = run()
         except LossesDoNotAddUp:
+            assert before is not None
             self._is_clear[check.kind] = False
+            before.restore()
             return None
         if check.is_clear:
             self._is_clear[check.kind] = True
@@ -99,6 +104,24 @@ class LossesAddUp:
         if found is None:
             return take(call if check.is_counted else call._replace(chunks=1))
         return found
+
+
+class Before:
+    """What a run that ends early must not have changed: the CPU's random state and small buffers.
+
+    Large ones are seldom statistics, but may be the weights of a quantised model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._state = torch.get_rng_state()
+        small = [x for x in model.buffers() if x.numel() <= SMALL]
+        self._buffers = [(x.data, x.detach().clone()) for x in small]
+
+    def restore(self) -> None:
+        """Put all back. Batch norm changes buffers without a new version."""
+        torch.set_rng_state(self._state)
+        for buffer, before in self._buffers:
+            buffer.copy_(before)
 
 
 class LossesDoNotAddUp(Exception):
