@@ -22,11 +22,14 @@ from torch.distributed.pipelining import PipelineStage
 
 from pipert._torch import hooks_on_grad
 from pipert._typing import Tensors, Value
-from pipert.autograd.engine import differentiate
 from pipert.autograd.leaves import find_leaves
 from pipert.autograd.order import ENTRANCE, edge_of, join
 from pipert.autograd.streams import CopyStreams
-from pipert.autograd.weight_gradients import DeferredGradients, WeightDeferral, compute_deferred
+from pipert.autograd.weight_gradients import (
+    DeferredGradients,
+    compute_deferred,
+    differentiate_deferring,
+)
 from pipert.batch.tensors import differentiable, tensors_of
 from pipert.distributed.rank_messages import FAILED, Arrived, Parcel, RankPlace, pack, transfers
 from pipert.layers.batchnorm import PartitionStats
@@ -382,13 +385,11 @@ def _differentiate_inputs(
     """Return the gradients of what came in; add those of weights that cannot be put off."""
     pairs = [(y, dy) for y, dy in zip(ys, dys, strict=True) if y.requires_grad and dy is not None]
     edges = [edge_of(y) for y, _ in pairs]
-    ends, count = [edge.node for edge in edges], len(kept.xs)
-    deferral = WeightDeferral(find_leaves(ends, [*kept.xs, ENTRANCE]), ends)
-    run = lambda wanted, ys, dys: differentiate(ys, wanted, dys)  # noqa: E731
-    given = (*kept.xs, *deferral.leaves), edges, [dy for _, dy in pairs]
-    found, kept.deferred = deferral.differentiate(run, *given)
-    _accumulate(deferral.leaves, found[count:])
-    return found[:count]
+    reachable = find_leaves([edge.node for edge in edges], [*kept.xs, ENTRANCE])
+    given = [dy for _, dy in pairs]
+    found, leaves = differentiate_deferring(edges, kept.xs, given, reachable, kept.deferred)
+    _accumulate(leaves, found[len(kept.xs) :])
+    return found[: len(kept.xs)]
 
 
 def _accumulate(leaves: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:

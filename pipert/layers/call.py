@@ -111,9 +111,9 @@ class Layers:
         if self._seed is not None:
             action = Action(FORWARD, i, self._place.j)
             rng = TaskRng(self._seed, action, self._place.device)
+        elif segments is None and watch is None:
+            return self._compute(i, 0, None, value)
         with NOTHING if rng is None else rng:
-            if segments is None and watch is None:
-                return self._compute(i, 0, None, value)
             exempt = self._snapshot.exempt if segments is not None and self._snapshot else set()
             for start, stop in self._parts(exempt) if exempt else ((0, len(self._layers)),):
                 compute: Compute = partial(self._compute, i, start, stop)
