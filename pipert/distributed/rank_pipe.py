@@ -27,7 +27,6 @@ from pipert.distributed.rank_reports import RankSettings
 from pipert.distributed.rank_run import RankParts, RankRuntime, check_schedule, ranks_of
 from pipert.distributed.rank_stage import StageModule
 from pipert.layers.batchnorm import check_batch_norm
-from pipert.layers.place import last_layer
 from pipert.model.settings import check_checkpoint, check_chunks
 from pipert.model.split import check_balance, check_module, require_balance, sequential, split
 from pipert.observe.event import Observer
@@ -330,10 +329,9 @@ def parts_of(
     me = ranks.index(dist.get_rank())
     own = [(j, part) for j, part in enumerate(partitions) if placement[j] == me]
     modules = {j: _placed(part, device) for j, part in own}
-    before = ["", *map(last_layer, partitions)]
     numbers = {key: number for number, key in enumerate(keys_of(module))}
     skips = [{numbers[key]: key for key in keys_of(part)} for part in partitions]
-    return RankParts(None, placement, modules, skips, before, shared, layout_of(module))
+    return RankParts(None, placement, modules, skips, shared, layout_of(module))
 
 
 def shared_of(

@@ -59,8 +59,6 @@ class RankParts(NamedTuple):
     """This rank's partitions, by number."""
     skips: Sequence[Mapping[int, Key]]
     """For each partition, the skips that it stashes and pops, by numbers that ranks agree on."""
-    before: Sequence[str]
-    """For each partition, the description of the layer before it, for errors."""
     shared: SharedParameters
     layout: int
     """A checksum of the names, shapes and dtypes of all the model's parameters."""
@@ -159,7 +157,7 @@ class RankRuntime:
         """Make the objects that compute this rank's partitions in this mini-batch."""
         n = len(self.site.homes)
         for k, (j, module) in enumerate(self.parts.modules.items()):
-            place = Place(j, n, batch.m, self.site.device, self.parts.before[j])
+            place = Place(j, n, batch.m, self.site.device)
             skips = self.parts.skips[j]
             draws_loss = place.is_last and batch.step is not None and batch.step.loss.draws
             about = place, batch.context, bool(skips), batch.trace, batch.effects

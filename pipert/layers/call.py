@@ -214,19 +214,13 @@ class Layers:
         """Return the note for an error that ``layer`` raised: where it was, and its input."""
         given = args[0] if len(args) == 1 and not kwargs else (*args, kwargs) if kwargs else args
         where = self._place.describe(self._current_action(i), f", {layer}")
-        moved = "; the model was moved to 'meta': make a new pipe of one with values"
-        is_moved = any([weight.is_meta for weight in self.parameters()])
-        return f"{where}, input {describe(given)}{moved * is_moved}"
+        return f"{where}, input {describe(given)}"
 
     def _current_action(self, i: int) -> Action:
         return Action(RECOMPUTE if is_recomputing() else FORWARD, i, self._place.j)
 
     def _note_of_layer(self, i: int, done: int, value: Value) -> str:
-        layers = [describe_layer(*item) for item in self._partition._modules.items()]
+        layers = [*self._partition._modules.items()]
         if done == len(layers):  # an interrupt after the last one
             return self._place.describe(self._current_action(i))
-        note = self.note_of_call(i, layers[done], (value,), {})
-        before = layers[done - 1] if done else self._place.before
-        if value is not None or not before:
-            return note
-        return f"{note}, because {before} returned None; does it lack a return?"
+        return self.note_of_call(i, describe_layer(*layers[done]), (value,), {})

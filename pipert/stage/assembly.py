@@ -16,7 +16,7 @@ from pipert._typing import Value
 from pipert.layers.batchnorm import DeferredStats
 from pipert.layers.call import Layers
 from pipert.layers.parameter_copies import weights_elsewhere
-from pipert.layers.place import Place, last_layer
+from pipert.layers.place import Place
 from pipert.layers.random_numbers import draws
 from pipert.observe.event import WAIT
 from pipert.skip.store import Key
@@ -103,8 +103,7 @@ def assemble(
     """
     n = len(model.partitions)
     weights = weights_elsewhere(model.partitions, () if model.keeps_forward else run.devices)
-    previous = ["", *map(last_layer, model.partitions)]
-    places = [Place(j, n, run.plan.m, run.devices[j], previous[j]) for j in range(n)]
+    places = [Place(j, n, run.plan.m, run.devices[j]) for j in range(n)]
     exit_link = to_caller(run.outputs) if step is None else NOWHERE
     values = [from_caller(inputs), *(_between(run, place) for place in places[1:]), exit_link]
     gradients = [NOWHERE] * (n + 1)

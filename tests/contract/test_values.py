@@ -343,20 +343,3 @@ def test_a_sparse_gradient_stays_sparse(steps: int, way: Way) -> None:
             cross_entropy(plain(tokens), tokens).backward()
     assert module[0].weight.grad.is_sparse
     same(module[0].weight.grad.to_dense(), plain[0].weight.grad.to_dense())
-
-
-@pytest.mark.pairwise
-@each_way
-@pytest.mark.parametrize("layout", ["to_sparse", "to_mkldnn"])
-def test_a_value_may_have_another_layout_than_strided(layout: str, way: Way) -> None:
-    module = nn.Sequential(
-        With(lambda x, w: getattr(x.float() * w.float(), layout)()),
-        With(lambda x, w: x.to_dense() * w.float()),
-    )
-    plain, x = copy.deepcopy(module), batch(6)
-    with piped(module, [1, 1], way) as pipe:
-        loss = take_step(pipe, way, x)
-    expected = mean(plain(x), None)
-    expected.backward()
-    same(loss, expected.detach())
-    same(grads_of(module), grads_of(plain))
