@@ -298,7 +298,7 @@ def _kept(tensor: Tensor | None) -> tuple[Tensor, int] | None:
     return tensor, version(tensor)
 
 
-def differentiate_deferring(
+def defer_weights(
     ys: Sequence[GradientEdge],
     xs: Sequence[Any],
     dys: Sequence[Tensor],
@@ -357,7 +357,7 @@ def differentiate_recomputed(
         return differentiate(ys, wanted, dys)
     xs = [one for one in wanted if not isinstance(one, Tensor)]
     reachable = find_leaves([y.node for y in ys], stop={x.node for x in xs})
-    found, leaves = differentiate_deferring(ys, xs, dys, reachable, later)
+    found, leaves = defer_weights(ys, xs, dys, reachable, later)
     gradients = dict(zip(map(id, (*xs, *leaves)), found, strict=True))
     return [gradients.get(id(one)) for one in wanted]
 

@@ -27,11 +27,7 @@ from pipert._typing import Value
 from pipert.any_model.checkpointed_calls import objects_in, refuse_changes
 from pipert.autograd.leaves import find_leaves
 from pipert.autograd.order import edge_of
-from pipert.autograd.weight_gradients import (
-    DeferredGradients,
-    compute_deferred,
-    differentiate_deferring,
-)
+from pipert.autograd.weight_gradients import DeferredGradients, compute_deferred, defer_weights
 from pipert.batch.tensors import differentiable, tensors_of
 from pipert.model.calls import settled
 from pipert.skip.store import Carried, Store, of_task, parts_of
@@ -316,7 +312,7 @@ def _defer(
     """Differentiate a layer, except for the gradients that can be deferred; return these."""
     edges = [edge_of(root) for root in roots]
     later, reachable = list[DeferredGradients](), find_leaves([edge.node for edge in edges])
-    differentiate_deferring(edges, differentiable(inputs)[0], ones, reachable, later)
+    defer_weights(edges, differentiable(inputs)[0], ones, reachable, later)
     return later
 
 

@@ -25,11 +25,7 @@ from pipert._typing import Tensors, Value
 from pipert.autograd.leaves import find_leaves
 from pipert.autograd.order import ENTRANCE, edge_of, join
 from pipert.autograd.streams import CopyStreams
-from pipert.autograd.weight_gradients import (
-    DeferredGradients,
-    compute_deferred,
-    differentiate_deferring,
-)
+from pipert.autograd.weight_gradients import DeferredGradients, compute_deferred, defer_weights
 from pipert.batch.tensors import differentiable, tensors_of
 from pipert.distributed.rank_messages import FAILED, Arrived, Parcel, RankPlace, pack, transfers
 from pipert.layers.batchnorm import PartitionStats
@@ -387,7 +383,7 @@ def _differentiate_inputs(
     edges = [edge_of(y) for y, _ in pairs]
     reachable = find_leaves([edge.node for edge in edges], [*kept.xs, ENTRANCE])
     given = [dy for _, dy in pairs]
-    found, leaves = differentiate_deferring(edges, kept.xs, given, reachable, kept.deferred)
+    found, leaves = defer_weights(edges, kept.xs, given, reachable, kept.deferred)
     _accumulate(leaves, found[len(kept.xs) :])
     return found[: len(kept.xs)]
 

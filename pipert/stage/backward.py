@@ -18,7 +18,7 @@ from pipert.autograd import order
 from pipert.autograd.engine import differentiate
 from pipert.autograd.hooks import hiding_partial_gradients
 from pipert.autograd.leaves import Reachable, accumulators, find_leaves, is_in_python
-from pipert.autograd.weight_gradients import differentiate_deferring, differentiate_recomputed
+from pipert.autograd.weight_gradients import defer_weights, differentiate_recomputed
 from pipert.batch.tensors import alone
 from pipert.errors import NestedCheckpointError
 from pipert.stage.gradients import Gradients as Sums
@@ -75,7 +75,7 @@ def differentiate_partition(
             leaves = reachable.leaves
             found = run(ys, (*xs, *leaves), dys)
         else:
-            found, leaves = differentiate_deferring(ys, xs, dys, reachable, later, run)
+            found, leaves = defer_weights(ys, xs, dys, reachable, later, run)
     finally:
         if graph.segments is not None:  # which a tensor that a layer keeps holds
             graph.segments.in_step = None
