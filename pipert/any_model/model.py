@@ -158,4 +158,6 @@ class ModelActions:
             for microbatch in microbatches:
                 microbatch.wait()
         self._microbatches.clear()
+        if not self._model_run.run.outcome.has_failed():
+            self._model_run.layers.warn_of_cuts()
         self._model_run.clear()

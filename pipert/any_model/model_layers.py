@@ -80,6 +80,7 @@ class ModelLayers(dict[nn.Module, ModelLayer]):
         """Those of torch whose own code computes nothing between its layers."""
         self.begun: set[int] = set()
         """The partitions that have begun with the call of their cuts."""
+        self._has_run = False
         self._called: set[nn.Module] = set()
         self._placed = dict[ModelLayer, int]()
         """For each layer whose first parameter is its own, the partition it is in."""
@@ -133,7 +134,10 @@ class ModelLayers(dict[nn.Module, ModelLayer]):
         return call(*brought[0], **dict(zip(kwargs, brought[1], strict=True)))
 
     def warn_of_cuts(self) -> None:
-        """Warn of cuts at which no partition has begun; called after the first run."""
+        """Warn, behind the first run, of cuts at which no partition has begun."""
+        if self._has_run:
+            return
+        self._has_run = True
         cuts = {layer.begins: layer.name for layer in self.values() if layer.begins}
         if missing := [name for j, name in sorted(cuts.items()) if j not in self.begun]:
             warnings.warn(

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pipert._torch import STATE_TABLES
 from pipert._typing import Device, Value
@@ -42,7 +42,6 @@ class ModulePipe(PipeBase):
     training, such as ``save_pretrained``."""
 
     _routed: Routed
-    _has_run = False
 
     def __init__(
         self,
@@ -168,24 +167,6 @@ class ModulePipe(PipeBase):
                 recording.in_one[text] = None
         return self._call(args, kwargs, chunks, seconds, call, join_numbers)
 
-    def _call(self, *args: Any) -> Value:
-        y = super()._call(*args)
-        self._check_cuts()
-        return y
-
-    def _step(self, *args: Any) -> Tensor:
-        loss = super()._step(*args)
-        self._check_cuts()
-        return loss
-
-    def _check_cuts(self) -> None:
-        """Warn, after the first run, of cuts at which no partition has begun."""
-        if not self._has_run:
-            self.__dict__["_has_run"] = True
-            model = self._runtime.model
-            assert isinstance(model, AnyModel)
-            model.layers.warn_of_cuts()
-
     def close(self, timeout: float | None = None) -> None:
         seconds = self._timeout if timeout is None else check_timeout(timeout)
         model = self._runtime.model
@@ -217,17 +198,9 @@ class ModulePipe(PipeBase):
         """Load the model's state."""
         return self.module.load_state_dict(*args, **kwargs)
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError as error:
-            if hasattr(self.__dict__.get("module"), name):
-                error.add_note(f"the model has it: pipe.module.{name}")
-            raise
-
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        return {name: value for name, value in state.items() if name not in _OF_THREADS}
+        return {k: v for k, v in state.items() if k not in ("_release", "_routed")}
 
     def __repr__(self) -> str:
         lines = [f"pipeline of {type(self.module).__qualname__}, {self.extra_repr()}"]
@@ -236,6 +209,3 @@ class ModulePipe(PipeBase):
             layers = f"{first} to {last}" if first else "the whole model"
             lines.append(f"  partition {j} on {device}: {layers}")
         return "\n".join([*lines, f"  cuts={self.cuts}"])
-
-
-_OF_THREADS = ("_release", "_routed", "_has_run")
