@@ -89,7 +89,7 @@ def test_a_cut_that_is_only_called_inside_another_layer_is_refused() -> None:
 
 
 def test_a_cut_that_is_never_called_is_warned_of_once() -> None:
-    with pipeline(Backwards(), ["never"], devices=["cpu"] * 2) as pipe:
+    with pipeline(Backwards().eval(), ["never"], devices=["cpu"] * 2) as pipe:
         with pytest.warns(UserWarning, match="no partition begins at layer 'never'"):
             pipe(X)
         pipe(X)
