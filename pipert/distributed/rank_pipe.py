@@ -28,7 +28,7 @@ from pipert.distributed.rank_run import RankParts, RankRuntime, check_schedule, 
 from pipert.distributed.rank_stage import StageModule
 from pipert.layers.batchnorm import check_batch_norm
 from pipert.model.settings import check_checkpoint, check_chunks
-from pipert.model.split import check_balance, check_module, require_balance, sequential, split
+from pipert.model.split import check_balance, check_module, sequential, split
 from pipert.observe.event import Observer
 from pipert.observe.timeline import Timeline
 from pipert.skip.declarations import keys_of, verify_skippables
@@ -274,8 +274,7 @@ class Pipe(RankPipe):
         with site.agreement.agreeing() as layouts:
             check_module(module)
             verify_skippables(module)
-            balance = require_balance(balance)
-            check_balance(module, balance)
+            balance = check_balance(module, balance)
             check_batch_norm(module, deferred_batch_norm, stacklevel=3)
             given = chunks, schedule, checkpoint, deferred_batch_norm
             self._settings = check_settings(*given, len(balance), len(site.ranks))
@@ -300,6 +299,7 @@ def check_settings(
     """Check the settings of a pipe with ``n`` partitions, and fill in defaults."""
     default = "except_last" if schedule == "gpipe" else "never"
     chosen = check_checkpoint(checkpoint) or default
+    assert isinstance(chosen, str)
     name = check_schedule(schedule, n, ranks, chosen)
     return RankSettings(check_chunks(chunks), chosen, name, bool(deferred))
 

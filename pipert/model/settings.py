@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-_MODES = ("always", "except_last", "never")
+_MODES = {"always", "except_last", "never"}
 
 
 def check_chunks(chunks: Any) -> int:
@@ -24,23 +24,19 @@ def check_chunks(chunks: Any) -> int:
     return number
 
 
-def check_checkpoint(checkpoint: Any) -> str | None:
-    """Return the checkpoint mode, or ``None`` if none was chosen; refuse anything else."""
-    if checkpoint is not None and str(checkpoint) not in _MODES:
-        raise ValueError(f"checkpoint must be one of {_MODES}, got {checkpoint!r}")
-    return None if checkpoint is None else str(checkpoint)
+def check_checkpoint(checkpoint: Any, n: int = 1) -> str | tuple[str, ...] | None:
+    """Return the checkpoint mode of all ``n`` partitions, or that of each; ``None`` for no choice.
 
-
-def check_checkpoints(checkpoint: Any, n: int) -> str | tuple[str, ...] | None:
-    """Return the checkpoint mode of all ``n`` partitions, or the mode of each; else as above."""
-    if not isinstance(checkpoint, (list, tuple)):
-        return check_checkpoint(checkpoint)
-    if len(checkpoint) != n or not {*map(str, checkpoint)}.issubset(_MODES):
+    Refuse anything else.
+    """
+    is_list = isinstance(checkpoint, (list, tuple))
+    modes = tuple(map(str, checkpoint if is_list else [checkpoint]))
+    if checkpoint is not None and not (len(modes) == (n if is_list else 1) and {*modes} <= _MODES):
         raise ValueError(
-            f"checkpoint must have one of {_MODES} for each of {n} partitions, got {checkpoint!r}"
+            f"checkpoint must be one of {sorted(_MODES)}, or have one of them for each of {n} "
+            f"partitions, got {checkpoint!r}"
         )
-    modes = tuple(map(str, checkpoint))
-    return modes[0] if len(set(modes)) == 1 else modes
+    return None if checkpoint is None else modes[0] if len({*modes}) == 1 else modes
 
 
 def whole(number: Any, what: str) -> int:

@@ -40,7 +40,7 @@ from pipert.observe.event import Observer
 from pipert.observe.timeline import Timeline
 from pipert.pipes.settings import Settings
 from pipert.recompute.public import is_recomputing
-from pipert.schedules.plan import BOUNDED, Plan, Schedule, maker_of, plan, recomputed_in_each
+from pipert.schedules.plan import BOUNDED, Schedule, maker_of, plan, recomputed_in_each
 from pipert.stage.assembly import Model
 from pipert.stage.backward import unpartitioned_weights
 from pipert.stage.loss import (
@@ -272,19 +272,13 @@ class PipeBase(Settings):
             self._advise(batch.inputs)
         checkpointed = recomputed_in_each(self._checkpoint_of(call.schedule), m, n)
         planned = plan(call.schedule, m, n, self._runtime.workers, checkpointed)
-        models, partitions = self._runtime.model, self._partitions
-        others = models.entry, call.loss_fn
+        model, partitions = self._runtime.model, self._partitions
+        others = model.entry, call.loss_fn
         extra_parameters = cache(lambda: unpartitioned_weights(partitions, others))
         step = Step(loss, call.return_outputs, extra_parameters)
-        total = self._step(batch.inputs, planned, step, seconds, call.own)
+        stats = DeferredStats(model.norm_parts) if self._deferred_batch_norm else None
+        total = self._runtime.step(batch.inputs, planned, step, stats, seconds, call.own)
         return (total, step.output) if call.return_outputs else total
-
-    def _step(
-        self, inputs: list[Value], plan: Plan, step: Step, seconds: float | None, function: Function
-    ) -> Tensor:
-        """Run a mini-batch forward and backward; return the loss."""
-        stats = DeferredStats(self._runtime.model.norm_parts) if self._deferred_batch_norm else None
-        return self._runtime.step(inputs, plan, step, stats, seconds, function)
 
     def record(self) -> AbstractContextManager[Timeline]:
         """Record what each device does in the calls that begin inside the block.

@@ -198,17 +198,9 @@ class ModulePipe(PipeBase):
         """Load the model's state."""
         return self.module.load_state_dict(*args, **kwargs)
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError as error:
-            if hasattr(self.__dict__.get("module"), name):
-                error.add_note(f"the model has it: pipe.module.{name}")
-            raise
-
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        return {name: value for name, value in state.items() if name not in _OF_THREADS}
+        return {k: v for k, v in state.items() if k not in ("_release", "_routed")}
 
     def __repr__(self) -> str:
         lines = [f"pipeline of {type(self.module).__qualname__}, {self.extra_repr()}"]
@@ -217,6 +209,3 @@ class ModulePipe(PipeBase):
             layers = f"{first} to {last}" if first else "the whole model"
             lines.append(f"  partition {j} on {device}: {layers}")
         return "\n".join([*lines, f"  cuts={self.cuts}"])
-
-
-_OF_THREADS = ("_release", "_routed")

@@ -112,8 +112,7 @@ def skippable(
         below this one, are included. To use the same code with other skips, decorate a subclass.
 
     Raises:
-        TypeError: names are a string, the class is not an ``nn.Module``, or it has an ``isolate``
-            of its own.
+        TypeError: names are a string, or the class is not an ``nn.Module``.
     """
     names = _names(stash, "stash"), _names(pop, "pop")
     return lambda kind: _decorate(kind, *names)
@@ -128,8 +127,6 @@ def _names(names: Iterable[str], what: str) -> frozenset[str]:
 def _decorate(kind: type[M], stashes: frozenset[str], pops: frozenset[str]) -> type[M]:
     if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
         raise TypeError(f"skippable decorates subclasses of nn.Module, got {kind!r}")
-    if getattr(kind, "isolate", Skippable.isolate) is not Skippable.isolate:
-        raise TypeError(f"{kind.__qualname__} has an attribute 'isolate', which skippable adds")
     if not issubclass(kind, Skippable):
         # A base rather than mere attributes, so that its __init_subclass__ runs for subclasses,
         # in addition to those of the user's bases.

@@ -88,6 +88,13 @@ def test_a_cut_that_is_only_called_inside_another_layer_is_refused() -> None:
         pipeline(Lent(again=False), ["lent"], devices=["cpu"] * 2, example=X)
 
 
+def test_a_cut_that_is_never_called_is_warned_of_once() -> None:
+    with pipeline(Backwards().eval(), ["never"], devices=["cpu"] * 2) as pipe:
+        with pytest.warns(UserWarning, match="no partition begins at layer 'never'"):
+            pipe(X)
+        pipe(X)
+
+
 def test_the_model_runs_once_in_its_mode_without_gradients() -> None:
     for mode in (True, False):
         model = Backwards().train(mode)

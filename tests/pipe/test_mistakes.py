@@ -190,14 +190,3 @@ def test_a_batch_whose_entries_are_arguments_is_explained() -> None:
         with pytest.raises(TypeError) as caught:
             pipe({"y": X})
         assert "**batch" not in "".join(caught.value.__notes__)
-
-
-def test_an_attribute_of_the_model_is_found_there() -> None:
-    with pipeline(Chain(), ["layers.2"], devices=CPUS) as pipe:
-        wrong(pipe.module).config = object()
-        with pytest.raises(AttributeError) as caught:
-            wrong(pipe).config
-        assert caught.value.__notes__ == ["the model has it: pipe.module.config"]
-        with pytest.raises(AttributeError) as caught:
-            wrong(pipe).nothing
-        assert not hasattr(caught.value, "__notes__")
