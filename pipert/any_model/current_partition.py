@@ -65,14 +65,11 @@ class ModelRun:
     """Compares what micro-batches set on modules, in some of the runs."""
     microbatches: dict[int, Any] = field(default_factory=dict)
     """The ``MicroBatchForward`` of each micro-batch that has begun."""
-    first_node: int = field(init=False)
-    """Nodes with lower numbers are the caller's, or turns of micro-batches (``autograd.order``)."""
 
     def __post_init__(self) -> None:
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             self.parameters = ParameterCopies(self.layers.shared_buffers)
             self.parameters.note_versions(self.parameters.tensors_of(self.module))
-        self.first_node = max(self.run.first_node, self.run.plan.m)
 
     def refuse_shared_norms(self, layer: ModelLayer, j: int) -> None:
         """Refuse a layer that is called in partition ``j``, too, if it updates statistics there."""
@@ -122,7 +119,8 @@ class CurrentPartition:
 
     def _run(self, stage: Stage, forward: Callable[[Value], Value], x: Value) -> Value:
         shared, intercept = self._model_run, self._intercept
-        begin_numbers(shared.first_node)
+        # Nodes with lower numbers are the caller's, or turns of micro-batches (``autograd.order``).
+        begin_numbers(max(shared.run.first_node, shared.run.plan.m))
         self.begin(stage)
         own = x if shared.run.plan.m == 1 else None
         x = x if intercept is None else intercept.enter_inputs(x)
@@ -191,8 +189,6 @@ class CurrentPartition:
         self._block.close()
 
     def _end_boundary(self, intercept: Intercept) -> None:
-        if self._graph is not None:
-            self._graph.end()
         boundary = intercept.boundary
         boundary.end(0 if self._graph is None else self._graph.first)
         if (copies := self._model_run.parameters) is not None:  # paused: no copies are taken

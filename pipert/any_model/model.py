@@ -31,7 +31,6 @@ from pipert.errors import PipeClosedError
 from pipert.layers.batchnorm import DeferredStats
 from pipert.layers.intercepted import calls_of, forget_devices, intercept, is_unseen, release
 from pipert.model.cuts import lookup
-from pipert.queues.locks import ProcessLock
 from pipert.schedules.action import FORWARD
 from pipert.stage.actions import ACTIONS, Actions
 from pipert.stage.assembly import Layered, assemble
@@ -69,14 +68,12 @@ class MicroBatchThreads:
         self._idle: list[MicroBatchThread] = []
         self._numbers = itertools.count()
         self._stopped = False
-        self._pid = os.getpid()  # last: a thread that sees it skips the lock
+        self._pid = os.getpid()
 
     def start(self, microbatch: MicroBatchForward) -> None:
         """Hand ``microbatch`` to an idle thread, or to a new one. Thread-safe."""
         if self._pid != os.getpid():
-            with _resetting.current:
-                if self._pid != os.getpid():
-                    self._reset()  # a forked child has none of its parent's threads
+            self._reset()  # a forked child has none of its parent's threads
         try:
             while microbatch.thread is None:
                 self._give(microbatch, self._take_idle() or self._start_new())
@@ -137,9 +134,6 @@ class MicroBatchThreads:
                 thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
 
 
-_resetting = ProcessLock(reentrant=True)
-
-
 class AnyModel:
     """A model whose own ``forward`` a pipe runs: its layers, their homes, and its threads.
 
@@ -186,8 +180,8 @@ class AnyModel:
         model_run.draws = any(stage.layers.draws for stage in stages)
         run.seed.draw()  # the model's own code may draw
         if run.plan.m > 1 and run.plan.n > 1 and self._shared.is_due():
-            inspection = Inspection(self._shared, self.layers.homes, model_run.called_in)
-            model_run.inspection = inspection
+            called = model_run.called_in
+            model_run.inspection = Inspection(self._shared, self.layers.homes, called)
         run.at_end = partial(_finish, model_run)
         return stages
 
