@@ -169,7 +169,7 @@ class Intercept(TorchFunctionMode):
         self._graph = graph
         self._copies = copies
         self._copy_of = copy_of
-        self.boundary = BoundaryTensors(cuts=False) if graph is None else graph.boundary
+        self.boundary = BoundaryTensors(cuts=graph is not None)
         self.is_on = True
 
     def enter_inputs(self, x: Value) -> Value:

@@ -147,24 +147,19 @@ class MicroBatchGraph:
     def __init__(self, i: int, ledger: Ledger) -> None:
         self._i = i
         self._ledger = ledger
-        self.boundary = BoundaryTensors(cuts=True)
         self.j = self.first = 0
         """The partition that is running, or the last one, and the number of its first node."""
         self.earlier = range(0)
         """The numbers of the nodes of earlier partitions. The caller's are lower."""
-        self._numbers: dict[int, range] = {}  # of the nodes of each partition that has ended
+        self._starts: dict[int, int] = {}  # the number of the first node of each partition
         self._mark = object()  # marks the nodes at which graphs begin as this micro-batch's
 
     def begin(self, j: int) -> None:
         """Begin partition ``j``."""
         self.j, self.first = j, node_count()
-        start = next(iter(self._numbers.values())).start if self._numbers else self.first
-        self.earlier = range(start, self.first)
+        self._starts[j] = self.first
+        self.earlier = range(min(self._starts.values()), self.first)
         self._ledger.graphs[self._i, j].find_reachable = partial(self._find_reachable, j)
-
-    def end(self) -> None:
-        """End the partition."""
-        self._numbers[self.j] = range(self.first, node_count())
 
     def enter_inputs(self, x: Value) -> Value:
         """Return the model's inputs with a graph that begins in partition 0."""
@@ -173,10 +168,8 @@ class MicroBatchGraph:
 
     def enter(self, tensor: Tensor, value: Tensor) -> Tensor:
         """Return the boundary tensor, with the values of ``value``, of an earlier ``tensor``."""
-        number, origin = sequence_nr(tensor.grad_fn), None
-        for j, numbers in self._numbers.items():
-            if number in numbers:
-                origin = j
+        number = sequence_nr(tensor.grad_fn)
+        origin = max(j for j, start in self._starts.items() if start <= number)
         (entered,) = self._cross(origin, (tensor,), (value,))
         return entered
 
@@ -193,12 +186,14 @@ class MicroBatchGraph:
                 compiled code, a transform, an object or a closure. The graph is not cut there, and
                 leads into that of an earlier partition, or of another micro-batch or call.
         """
-        reachable = find_leaves(ends, [order.ENTRANCE], self._numbers[j])
+        start = self._starts[j]
+        end = min([first for k, first in self._starts.items() if k > j], default=_NEVER)
+        reachable = find_leaves(ends, [order.ENTRANCE], range(start, end))
         is_entrance = map(is_, map(type, reachable.nodes), repeat(ENTERED))
         for node in compress(reachable.nodes, is_entrance):
             if getattr(node, "mark", self._mark) is not self._mark:
                 raise RuntimeError(_KEPT)
-        earlier = range(next(iter(self._numbers.values())).start, self._numbers[j].start)
+        earlier = range(min(self._starts.values()), start)
         if any(sequence_nr(node) in earlier for node in reachable.others):
             raise RuntimeError(
                 "a partition uses a tensor that an earlier one has made, where a step of a pipe "
@@ -232,6 +227,9 @@ class MicroBatchGraph:
                 "do only after the loss is computed; call the pipe and loss.backward(), or cut "
                 "elsewhere"
             )
+
+
+_NEVER = 1 << 62
 
 
 def _nodes(tensors: Iterable[Tensor]) -> list[Node]:

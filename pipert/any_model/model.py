@@ -11,9 +11,7 @@ workers. They are started on demand, one for each micro-batch in flight, and reu
 from __future__ import annotations
 
 import itertools
-import os
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -31,7 +29,6 @@ from pipert.errors import PipeClosedError
 from pipert.layers.batchnorm import DeferredStats
 from pipert.layers.intercepted import calls_of, forget_devices, intercept, is_unseen, release
 from pipert.model.cuts import lookup
-from pipert.queues.locks import ProcessLock
 from pipert.schedules.action import FORWARD
 from pipert.stage.actions import ACTIONS, Actions
 from pipert.stage.assembly import Layered, assemble
@@ -39,6 +36,7 @@ from pipert.stage.loss import StepFunction
 from pipert.stage.run import Run
 from pipert.stage.stage import Stage
 from pipert.stage.step import Step
+from pipert.workers.pool import Pool
 from pipert.workers.worker import Activity, WorkerThread
 
 
@@ -58,25 +56,25 @@ class MicroBatchThread(WorkerThread):
             microbatch.unwind()
 
 
-class MicroBatchThreads:
-    """The micro-batch threads of one pipe, which stops them when it is closed or collected."""
+class MicroBatchThreads(Pool):
+    """The micro-batch threads of one pipe, which stops them when it is closed or collected.
+
+    One that is inside of a ``forward`` stops at its next wait.
+    """
+
+    _threads: list[Any]
 
     def __init__(self) -> None:
-        self._reset()
+        super().__init__((), ())
 
     def _reset(self) -> None:
-        self._threads: list[MicroBatchThread] = []
+        super()._reset()
         self._idle: list[MicroBatchThread] = []
         self._numbers = itertools.count()
-        self._stopped = False
-        self._pid = os.getpid()  # last: a thread that sees it skips the lock
 
-    def start(self, microbatch: MicroBatchForward) -> None:
+    def serve(self, microbatch: MicroBatchForward) -> None:
         """Hand ``microbatch`` to an idle thread, or to a new one. Thread-safe."""
-        if self._pid != os.getpid():
-            with _resetting.current:
-                if self._pid != os.getpid():
-                    self._reset()  # a forked child has none of its parent's threads
+        self._reset_in_child()
         try:
             while microbatch.thread is None:
                 self._give(microbatch, self._take_idle() or self._start_new())
@@ -88,7 +86,7 @@ class MicroBatchThreads:
         microbatch.thread, thread.microbatch = thread, microbatch
         if thread.in_queue.put(microbatch):
             microbatch.thread = thread.microbatch = None
-            if self._stopped:
+            if self.closed:
                 raise PipeClosedError("the pipe was closed during the call")
 
     def _take_idle(self) -> MicroBatchThread | None:
@@ -108,7 +106,7 @@ class MicroBatchThreads:
         thread = MicroBatchThread(next(self._numbers))
         self._threads.append(thread)  # before it starts, so that it is always stopped
         thread.start()
-        if self._stopped:
+        if self.closed:
             thread.stop()
         return thread
 
@@ -122,22 +120,6 @@ class MicroBatchThreads:
             thread.stop()
         else:
             self._idle.append(thread)
-
-    def stop(self) -> None:
-        """Stop all threads. One that is inside a ``forward`` stops at its next wait."""
-        self._stopped = True
-        for thread in list(self._threads):
-            thread.stop()
-
-    def join(self, timeout: float | None = None) -> None:
-        """Wait until the stopped threads have ended, except for the calling one."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        for thread in list(self._threads) if self._pid == os.getpid() else ():
-            if thread.is_alive() and thread is not threading.current_thread():
-                thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
-
-
-_resetting = ProcessLock(reentrant=True)
 
 
 class AnyModel:
@@ -186,8 +168,8 @@ class AnyModel:
         model_run.draws = run.seed.number is not None  # drawn for layers that might
         run.seed.draw()  # the model's own code may draw
         if run.plan.m > 1 and run.plan.n > 1 and self._shared.is_due():
-            inspection = Inspection(self._shared, self.layers.homes, model_run.called_in)
-            model_run.inspection = inspection
+            called = model_run.called_in
+            model_run.inspection = Inspection(self._shared, self.layers.homes, called)
         run.at_end = partial(_finish, model_run)
         return stages
 
@@ -229,7 +211,7 @@ def _forward(
     """Carry out ``F[i,j]``: hand off to micro-batch ``i``, which partition 0 starts."""
     if stage.place.j == 0:
         model_run.microbatches[i] = MicroBatchForward(model_run, i, x, threads.release)
-        threads.start(model_run.microbatches[i])
+        threads.serve(model_run.microbatches[i])
     microbatch: MicroBatchForward = model_run.microbatches[i]
     worker: Any = threading.current_thread()
     worker.executed_by = microbatch.thread

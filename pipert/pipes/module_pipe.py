@@ -178,7 +178,7 @@ class ModulePipe(PipeBase):
             self._routed.remove()
             self._release()  # a finalizer: runs only once, even if it was interrupted
         if not self._runtime.is_inside():  # else other threads may be waiting for this layer
-            model.threads.join(seconds)
+            model.threads.close(timeout=seconds)
 
     close.__doc__ = PipeBase.close.__doc__
 

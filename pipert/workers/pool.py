@@ -113,7 +113,7 @@ class Pool:
         """Make every thread end after its current task, without waiting for it (P3)."""
         self._closed = True
         if self._pid == os.getpid():
-            for thread in self._threads:
+            for thread in list(self._threads):
                 thread.stop()
 
     def close(self, join: bool = True, timeout: float | None = None) -> list[int]:
