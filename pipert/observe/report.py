@@ -17,19 +17,10 @@ import torch
 
 from pipert.observe.event import COMPUTE, FORWARD, RECOMPUTE, WAIT, Event
 
-__all__ = ["Advice", "DeviceTimes", "Report"]
+__all__ = ["DeviceTimes", "Report"]
 
 _COLUMNS = 100  # the width of the text
 _MUCH = 0.05  # smaller shares are within the noise of the measurements
-
-
-@dataclass(frozen=True, slots=True)
-class Advice:
-    """One thing that holds the pipe back, and what may help."""
-
-    kind: str
-    """``'chunks'``, ``'balance'`` or ``'plan'``."""
-    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +59,8 @@ class Report:
     """The :attr:`bubble` of equal partitions with free copies: ``(n-1)/(m+n-1)`` (section 2.1 of
     the paper)."""
     costs: tuple[float, ...]
-    """The seconds that a micro-batch takes in each partition. Of calls on CPU only the forward: one
-    thread runs the backward of all partitions."""
-    advice: tuple[Advice, ...]
+    """The seconds that a micro-batch takes in each partition."""
+    advice: tuple[str, ...]
     """What holds the pipe back, and what may help."""
 
     def __str__(self) -> str:
@@ -80,7 +70,7 @@ class Report:
             f"{100 * self.ideal_bubble:.0f}%."
         )
         for advice in self.advice:
-            lines += wrap(f"* {advice.text}", _COLUMNS, subsequent_indent="  ")
+            lines += wrap(f"* {advice}", _COLUMNS, subsequent_indent="  ")
         return "\n".join(lines)
 
     __repr__ = __str__
@@ -91,8 +81,8 @@ def make_report(
     lanes: Sequence[str],
     workers: Sequence[int],
     devices: Sequence[torch.device],
-    steps: set[int],
     failed: set[int],
+    advice: Iterable[str],
 ) -> Report:
     """Makes the result of :meth:`Timeline.report`."""
     sizes, incomplete = _calls(events, len(devices), failed)
@@ -103,13 +93,11 @@ def make_report(
             f"there is no complete call in this timeline{lost}; call the pipe inside 'with "
             "pipe.record() as timeline', and its backward, too"
         )
-    work = _at_work(events, steps)
+    at_work = length(_at_work(events))
     m, n = int(median_low(sizes.values())), len(lanes)
     seconds = max(event.end for event in events) - min(event.start for event in events)
     of_lanes = [[e for e in events if workers[e.partition] == lane] for lane in range(n)]
-    at_work = length(work)
     times = tuple(_device(name, own, at_work) for name, own in zip(lanes, of_lanes, strict=True))
-    one_thread = not steps.issuperset(sizes) and all(device.type == "cpu" for device in devices)
     report = Report(
         calls=len(sizes),
         incomplete=len(incomplete),
@@ -119,10 +107,10 @@ def make_report(
         devices=times,
         bubble=sum(each.waiting for each in times) / (n * at_work or 1.0),
         ideal_bubble=(n - 1) / (m + n - 1),
-        costs=_costs(events, len(devices), (FORWARD,) if one_thread else COMPUTE),
+        costs=_costs(events, len(devices)),
         advice=(),
     )
-    return replace(report, advice=tuple(_advice(report, workers, devices)))
+    return replace(report, advice=(*advice, *_advice(report, workers, devices)))
 
 
 def _calls(
@@ -145,17 +133,17 @@ def _calls(
     return complete, {event.run for event in events} - set(complete)
 
 
-def _at_work(events: Sequence[Event], steps: set[int]) -> list[Interval]:
-    """Returns the times at which the pipe was at work.
+def _at_work(events: Sequence[Event]) -> list[Interval]:
+    """Returns the times at which the pipe was at work: forward, and backward.
 
     A phase does not simply last from its first to its last task, since a call may run backward
     twice, with a pause in between: a gap longer than any task.
     """
     phases: dict[tuple[int, bool], list[Interval]] = {}
     for event in events:
-        if event.kind in COMPUTE:  # the backward is a phase of its own, but in a step
-            phase = event.run, event.kind == FORWARD or event.run in steps
-            phases.setdefault(phase, []).append((event.start, event.end))
+        if event.kind in COMPUTE:
+            phase = phases.setdefault((event.run, event.kind == FORWARD), [])
+            phase.append((event.start, event.end))
     work: list[Interval] = []
     for tasks in phases.values():
         work += union(tasks, gap=max(end - start for start, end in tasks))
@@ -169,19 +157,19 @@ def _device(name: str, events: Sequence[Event], at_work: float) -> DeviceTimes:
     return DeviceTimes(name, busy, forward, recomputing, busy - first, at_work - busy)
 
 
-def _costs(events: Sequence[Event], n: int, kinds: Collection[str]) -> tuple[float, ...]:
-    """Returns the mean seconds that tasks of ``kinds`` take for a micro-batch in each partition."""
+def _costs(events: Sequence[Event], n: int) -> tuple[float, ...]:
+    """Returns the mean seconds that a micro-batch takes in each partition."""
     costs = []
     for j in range(n):
         own = [event for event in events if event.partition == j]
         tasks = {(event.run, event.micro_batch) for event in own}
-        costs.append(seconds_of(own, kinds) / max(1, len(tasks)))
+        costs.append(seconds_of(own, COMPUTE) / max(1, len(tasks)))
     return tuple(costs)
 
 
 def _advice(
     report: Report, workers: Sequence[int], devices: Sequence[torch.device]
-) -> Iterator[Advice]:
+) -> Iterator[str]:
     """Yields what is worth a change."""
     n, lanes, costs = len(devices), report.devices, report.costs
     cpus = sum(device.type == "cpu" for device in devices)
@@ -189,16 +177,18 @@ def _advice(
     if n > 1 and len(lanes) == n and cpus in (0, n) and sum(costs) > 0:
         slowest, ratio = costs.index(max(costs)), max(costs) * n / sum(costs)
         if ratio >= 1 + _MUCH:
-            yield Advice("balance", f"partition {slowest} on {lanes[workers[slowest]].name} is the "
-                         f"slowest: {1e3 * costs[slowest]:.2f} ms for a micro-batch, "
-                         f"{ratio:.2f} of the mean")  # fmt: skip
+            yield (
+                f"partition {slowest} on {lanes[workers[slowest]].name} is the slowest: "
+                f"{1e3 * costs[slowest]:.2f} ms for a micro-batch, {ratio:.2f} of the mean"
+            )
     work = report.seconds - report.outside
     recomputing = sum(each.recomputing for each in lanes) / (len(lanes) * work or 1.0)
     if max(report.bubble, recomputing) >= _MUCH:
-        yield Advice("plan", f"devices waited for {100 * report.bubble:.0f}% of their time and "
-                     f"recomputed for {100 * recomputing:.0f}%: pipert.plan_for searches the "
-                     "balance, chunks, schedule and checkpoint of the fastest step that fits the "
-                     "memory")  # fmt: skip
+        yield (
+            f"devices waited for {100 * report.bubble:.0f}% of their time and recomputed for "
+            f"{100 * recomputing:.0f}%: pipert.plan_for searches the balance, chunks, schedule and "
+            "checkpoint of the fastest step that fits the memory"
+        )
 
 
 def _headline(report: Report) -> str:

@@ -343,7 +343,7 @@ def test_each_task_is_recorded_once(checkpoint: str, recomputed: int, schedule: 
         timeline = record_step(pipe, schedule=schedule)
     assert tasks(timeline, "forward") == tasks(timeline, "backward") == Counter(STEP_EACH)
     again = Counter((i, j) for i, j in STEP_EACH if i < recomputed)
-    assert tasks(timeline, "recompute") == again
+    assert tasks(timeline, "recomputation") == again
     assert tasks(timeline, "weight gradient") == Counter(STEP_EACH if schedule == "zb" else ())
 
 

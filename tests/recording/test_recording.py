@@ -127,7 +127,7 @@ def test_each_recomputation_is_recorded_once(checkpoint: str, recomputed: int) -
     with pipe_of(model(), checkpoint=checkpoint) as pipe:
         timeline = record_step(pipe, batch())
     expected = Counter({(i, j): 1 for i in range(recomputed) for j in range(N)})
-    assert tasks(timeline, "recompute") == expected
+    assert tasks(timeline, "recomputation") == expected
 
 
 def test_a_partition_that_is_not_first_waits_for_each_input() -> None:
@@ -157,7 +157,7 @@ def test_tasks_are_in_the_order_of_what_they_need() -> None:
                 assert only(timeline, "forward", i - 1, j).end <= forward.start
                 assert backward.end <= only(timeline, "backward", i - 1, j).start
             if i < M - 1:
-                recompute = only(timeline, "recompute", i, j)
+                recompute = only(timeline, "recomputation", i, j)
                 assert forward.end <= recompute.start <= recompute.end <= backward.start
 
 

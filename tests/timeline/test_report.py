@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
 
 from pipert import Event, Timeline
-from pipert.observe import Report
 from pipert.observe.report import length, union
 
 CPU = torch.device("cpu")
@@ -53,7 +52,7 @@ def test_time_outside_the_pipe_counts_for_no_device() -> None:
 def test_times_of_a_device_add_up() -> None:
     events = [
         *grid([1.0, 1.0], 1),
-        Event("recompute", 0, 1, CUDA[1], 2.0, 3.0),
+        Event("recomputation", 0, 1, CUDA[1], 2.0, 3.0),
         Event("backward", 0, 1, CUDA[1], 3.0, 5.0),
         Event("backward", 0, 0, CUDA[0], 5.0, 7.0),
         Event("wait", 0, 1, CUDA[1], 0.25, 1.0),
@@ -69,7 +68,7 @@ def test_a_recomputation_inside_of_a_backward_counts_once() -> None:
     events = [
         *grid([1.0], 1),
         Event("backward", 0, 0, CUDA[0], 1.0, 4.0),
-        Event("recompute", 0, 0, CUDA[0], 2.0, 3.0),
+        Event("recomputation", 0, 0, CUDA[0], 2.0, 3.0),
     ]
     report = Timeline(events, CUDA[:1]).report()
     (device,) = report.devices
@@ -88,7 +87,7 @@ def test_gradients_of_weights_that_are_put_off_fill_the_bubble() -> None:
         for j, each in enumerate(by_partition)
         for i, start in enumerate(each)
     ]
-    report = Timeline(events, CUDA[:2], steps=[0]).report()
+    report = Timeline(events, CUDA[:2]).report()
     assert [*report.costs] == [3, 3]
     assert report.bubble == pytest.approx(1 / 7)
     for device in report.devices:
@@ -96,51 +95,39 @@ def test_gradients_of_weights_that_are_put_off_fill_the_bubble() -> None:
 
 
 def test_recomputations_are_shared_out_among_all_micro_batches() -> None:
-    events = [*grid([1.0], 4), *grid([2.0], 3, "recompute", at=5.0)]
+    events = [*grid([1.0], 4), *grid([2.0], 3, "recomputation", at=5.0)]
     assert Timeline(events, CUDA[:1]).report().costs == (2.5,)
-
-
-def kinds(report: Report) -> list[str]:
-    return [one.kind for one in report.advice]
 
 
 def test_the_slowest_partition_is_named() -> None:
     report = Timeline(grid([1.0, 3.0], 4), CUDA[:2]).report()
     text = "partition 1 on cuda:1 is the slowest: 3000.00 ms for a micro-batch, 1.50 of the mean"
-    assert report.advice[0].text == text and kinds(report) == ["balance", "plan"]
+    assert report.advice[0] == text and len(report.advice) == 2
 
 
 def test_a_partition_is_slow_by_all_that_its_device_computes() -> None:
     events = [*grid([1.0, 1.5], 8), *grid([5.0, 0.5], 8, "backward", at=20.0)]
-    assert "partition 0 on" in Timeline(events, CUDA[:2]).report().advice[0].text
+    assert "partition 0 on" in Timeline(events, CUDA[:2]).report().advice[0]
 
 
 def test_a_plan_is_advised_while_devices_wait() -> None:
     (advice,) = Timeline(grid([1.0, 1.0, 1.0], 2), CUDA[:3]).report().advice
-    assert advice.text.startswith("devices waited for 50% of their time and recomputed for 0%: ")
-    assert "pipert.plan_for" in advice.text
+    assert advice.startswith("devices waited for 50% of their time and recomputed for 0%: ")
+    assert "pipert.plan_for" in advice
     assert not Timeline(grid([1.0, 1.0], 32), CUDA[:2]).report().advice
 
 
 def test_a_plan_is_advised_while_devices_recompute() -> None:
-    events = [*grid([1.0], 2), *grid([1.0], 2, "recompute", 2.0), *grid([2.0], 2, "backward", 4.0)]
+    events = [*grid([1.0], 2), *grid([1.0], 2, "recomputation", 2.0)]
+    events += grid([2.0], 2, "backward", 4.0)
     (advice,) = Timeline(events, CUDA[:1]).report().advice
-    assert "waited for 0% of their time and recomputed for 25%" in advice.text
-
-
-def on_cpu(events: Iterable[Event]) -> list[Event]:
-    return [replace(event, device=CPU) for event in events]
-
-
-def test_a_call_on_cpu_is_balanced_by_its_forward_since_one_thread_runs_the_backward() -> None:
-    events = on_cpu([*grid([1.0, 3.0], 4), *grid([3.0, 1.0], 4, "backward", at=20.0)])
-    assert Timeline(events, ["cpu", "cpu"]).report().costs == (1, 3)
-    assert Timeline(events, ["cpu", "cpu"], steps=[0]).report().costs == (4, 4)
+    assert "waited for 0% of their time and recomputed for 25%" in advice
 
 
 def test_unlike_devices_get_no_advice_about_their_balance() -> None:
     events = [replace(e, device=CPU) if e.partition == 0 else e for e in grid([1.0, 3.0], 4)]
-    assert kinds(Timeline(events, [CPU, CUDA[1]]).report()) == ["plan"]
+    (advice,) = Timeline(events, [CPU, CUDA[1]]).report().advice
+    assert "pipert.plan_for" in advice
 
 
 def test_partitions_of_one_device_share_a_line_and_have_no_balance() -> None:
