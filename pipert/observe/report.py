@@ -19,7 +19,7 @@ from pipert.observe.event import COMPUTE, FORWARD, RECOMPUTE, WAIT, Event
 
 __all__ = ["DeviceTimes", "Report"]
 
-_COLUMNS = 100  # the width of the text
+_COLUMNS = ("busy", "forward", "recomputing", "backward", "waiting")
 _MUCH = 0.05  # smaller shares are within the noise of the measurements
 
 
@@ -64,13 +64,22 @@ class Report:
     """What holds the pipe back, and what may help."""
 
     def __str__(self) -> str:
-        lines = [*wrap(_headline(self), _COLUMNS), "", *_table(self), ""]
-        lines.append(
-            f"Bubble: {100 * self.bubble:.0f}% of the devices' time; equal partitions would leave "
-            f"{100 * self.ideal_bubble:.0f}%."
-        )
+        work, columns = self.seconds - self.outside, _COLUMNS
+        left_out = f" ({self.incomplete} incomplete left out)" * bool(self.incomplete)
+        width = max(len(times.name) for times in self.devices)
+        lines = [
+            f"Calls: {self.calls}{left_out}, micro-batches: {self.micro_batches}, seconds: "
+            f"{self.seconds:.3f}, at work for {_percent(work, self.seconds)}%. Of this time:",
+            "",
+            " " * width + "".join(f"{column:>13}" for column in columns),
+        ]
+        for times in self.devices:
+            shares = [f"{_percent(getattr(times, column), work):>12}%" for column in columns]
+            lines.append(f"{times.name:<{width}}{''.join(shares)}")
+        lines += ["", f"Bubble: {100 * self.bubble:.0f}% of the devices' time; equal partitions "
+                  f"would leave {100 * self.ideal_bubble:.0f}%."]  # fmt: skip
         for advice in self.advice:
-            lines += wrap(f"* {advice}", _COLUMNS, subsequent_indent="  ")
+            lines += wrap(f"* {advice}", 100, subsequent_indent="  ")
         return "\n".join(lines)
 
     __repr__ = __str__
@@ -189,30 +198,6 @@ def _advice(
             f"{100 * recomputing:.0f}%: pipert.plan_for searches the balance, chunks, schedule and "
             "checkpoint of the fastest step that fits the memory"
         )
-
-
-def _headline(report: Report) -> str:
-    left_out = f" ({report.incomplete} incomplete left out)" if report.incomplete else ""
-    return (
-        f"{_count(report.calls, 'call')} of {_count(report.micro_batches, 'micro-batch', 'es')} on "
-        f"{_count(len(report.devices), 'device')} in {report.seconds:.3f} s{left_out}. The pipe "
-        f"was at work for {100 - _percent(report.outside, report.seconds)}% of that, and in this "
-        "time each device was"
-    )
-
-
-def _count(number: int, noun: str, plural: str = "s") -> str:
-    return f"{number} {noun}{plural * (number != 1)}"
-
-
-def _table(report: Report) -> Iterator[str]:
-    columns = ("busy", "forward", "recomputing", "backward", "waiting")
-    width = max(len(times.name) for times in report.devices)
-    yield " " * width + "".join(f"{column:>13}" for column in columns)
-    work = report.seconds - report.outside
-    for times in report.devices:
-        shares = "".join(f"{_percent(getattr(times, column), work):>12}%" for column in columns)
-        yield f"{times.name:<{width}}{shares}"
 
 
 def _percent(part: float, whole: float) -> int:

@@ -133,18 +133,9 @@ class RunTrace:
 
     @contextlib.contextmanager
     def during(self, *event: Any, **about: Any) -> Iterator[None]:
-        """Record the block as an event; arguments are those of :meth:`begin`.
-
-        If that fails, the event ends only on CPU: on a CUDA device that has failed, asking for the
-        time fails as well, and the first error is the one that matters.
-        """
+        """Record the block as an event, unless it fails; arguments are those of :meth:`begin`."""
         span = self.begin(*event, **about)
-        try:
-            yield
-        except BaseException:
-            if span.clock.type != "cuda":
-                span.finish()
-            raise
+        yield
         span.finish()
 
     def watch_node(self, node: Node | None, *event: Any, **about: Any) -> None:

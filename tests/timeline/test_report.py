@@ -46,7 +46,7 @@ def test_time_outside_the_pipe_counts_for_no_device() -> None:
     report = Timeline(events, CUDA[:1]).report()
     assert (report.calls, report.seconds, report.outside) == (2, 10.0, 4.0)
     assert report.devices[0].waiting == 0.0 and report.bubble == 0.0
-    assert "was at work for 60% of that" in " ".join(str(report).split())
+    assert "at work for 60%." in str(report)
 
 
 def test_times_of_a_device_add_up() -> None:
@@ -173,7 +173,7 @@ def test_tasks_that_take_no_time_are_reported() -> None:
 
 def test_the_text_has_a_line_for_each_device_and_the_bubble_beside_the_ideal() -> None:
     text = str(Timeline(grid([1.0, 1.0, 1.0], 4), CUDA[:3]).report())
-    assert [line.split()[0] for line in text.splitlines()[4:7]] == ["cuda:0", "cuda:1", "cuda:2"]
+    assert [line.split()[0] for line in text.splitlines()[3:6]] == ["cuda:0", "cuda:1", "cuda:2"]
     assert "Bubble: 33% of the devices' time; equal partitions would leave 33%." in text
     assert max(map(len, text.splitlines())) <= 100
 
