@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from pipert import Event, Timeline
-from pipert.observe.report import length, union
 
 CPU = torch.device("cpu")
 CUDA = [torch.device("cuda", k) for k in range(4)]
@@ -27,11 +26,6 @@ def grid(
             start = max(free, done[i])
             free = done[i] = start + costs[j]
             yield Event(kind, i, j, CUDA[j], start, free, run)
-
-
-def test_equal_partitions_leave_the_ideal_bubble() -> None:
-    report = Timeline(grid([1.0, 1.0, 1.0], 4), CUDA[:3]).report()
-    assert report.ideal_bubble == report.bubble == pytest.approx(2 / 6)
 
 
 def test_the_bubble_is_of_the_forward_and_the_backward_and_of_nothing_in_between() -> None:
@@ -103,11 +97,6 @@ def test_the_slowest_partition_is_named() -> None:
     report = Timeline(grid([1.0, 3.0], 4), CUDA[:2]).report()
     text = "partition 1 on cuda:1 is the slowest: 3000.00 ms for a micro-batch, 1.50 of the mean"
     assert report.advice[0] == text and len(report.advice) == 2
-
-
-def test_a_partition_is_slow_by_all_that_its_device_computes() -> None:
-    events = [*grid([1.0, 1.5], 8), *grid([5.0, 0.5], 8, "backward", at=20.0)]
-    assert "partition 0 on" in Timeline(events, CUDA[:2]).report().advice[0]
 
 
 def test_a_plan_is_advised_while_devices_wait() -> None:
@@ -187,8 +176,3 @@ def test_a_timeline_without_forward_tasks_has_no_report() -> None:
 def test_events_that_cannot_be_are_refused(kind: str, partition: int) -> None:
     with pytest.raises(ValueError, match=f"'{kind}', .*, or not in 2 partitions"):
         Timeline([Event(kind, 0, partition, CPU, 0.0, 1.0)], [CPU, CPU])
-
-
-def test_intervals_are_merged_and_measured() -> None:
-    merged = union([(3, 4), (0, 1), (0.5, 2), (2, 2.5)])
-    assert merged == [(0, 2.5), (3, 4)] and length(merged) == 3.5
