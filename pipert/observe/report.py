@@ -129,16 +129,13 @@ def _calls(
 
     A complete call has not failed, and each micro-batch has been through the last partition.
     """
-    forward = [event for event in events if event.kind == FORWARD]
-    through = {(event.run, event.micro_batch) for event in forward if event.partition == n - 1}
-    sizes: dict[int, int] = {}
-    for event in forward:
-        sizes[event.run] = max(sizes.get(event.run, 0), 1 + event.micro_batch)
-    complete = {
-        run: m
-        for run, m in sizes.items()
-        if run not in failed and all((run, i) in through for i in range(m))
-    }
+    begun, ended = dict[int, int](), dict[int, int]()  # micro-batches of each call
+    for event in events:
+        if event.kind == FORWARD:
+            begun[event.run] = max(begun.get(event.run, 0), 1 + event.micro_batch)
+            if event.partition == n - 1:
+                ended[event.run] = ended.get(event.run, 0) + 1
+    complete = {run: m for run, m in begun.items() if run not in failed and ended.get(run) == m}
     return complete, {event.run for event in events} - set(complete)
 
 
