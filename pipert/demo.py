@@ -61,7 +61,8 @@ def _demo(arguments: argparse.Namespace) -> int:
     n = len(devices)
     if devices[0].type == "cpu":
         torch.set_num_threads(max(1, torch.get_num_threads() // n))
-    model = nn.Sequential(nn.Embedding(256, WIDTH), *[Block() for _ in range(3 * n)], nn.Linear(WIDTH, 256))
+    blocks = [Block() for _ in range(3 * n)]
+    model = nn.Sequential(nn.Embedding(256, WIDTH), *blocks, nn.Linear(WIDTH, 256))
     balance = [3 + (j in (0, n - 1)) for j in range(n)]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     with Pipe(model, balance, devices=devices, chunks=CHUNKS) as pipe:
