@@ -19,18 +19,6 @@ from pipert.pipe import Pipe
 WIDTH, CONTEXT, ROWS, CHUNKS = 128, 64, 32, 8
 
 
-class Embed(nn.Module):
-    """Turns bytes, int64 of shape [rows, time], into features, [rows, time, WIDTH]."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.of_byte, self.of_place = nn.Embedding(256, WIDTH), nn.Embedding(CONTEXT, WIDTH)
-
-    def forward(self, text: Tensor) -> Tensor:
-        y: Tensor = self.of_byte(text) + self.of_place.weight
-        return y
-
-
 class Block(nn.TransformerEncoderLayer):
     """Causal attention with four heads, and a feed-forward network; keeps the shape."""
 
@@ -73,7 +61,8 @@ def _demo(arguments: argparse.Namespace) -> int:
     n = len(devices)
     if devices[0].type == "cpu":
         torch.set_num_threads(max(1, torch.get_num_threads() // n))
-    model = nn.Sequential(Embed(), *[Block() for _ in range(3 * n)], nn.Linear(WIDTH, 256))
+    blocks = [Block() for _ in range(3 * n)]
+    model = nn.Sequential(nn.Embedding(256, WIDTH), *blocks, nn.Linear(WIDTH, 256))
     balance = [3 + (j in (0, n - 1)) for j in range(n)]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     with Pipe(model, balance, devices=devices, chunks=CHUNKS) as pipe:

@@ -5,6 +5,6 @@
 
 from __future__ import annotations
 
-from pipert.observe.report import Advice, DeviceTimes, Report
+from pipert.observe.report import DeviceTimes, Report
 
-__all__ = ["Advice", "DeviceTimes", "Report"]
+__all__ = ["DeviceTimes", "Report"]

@@ -11,25 +11,15 @@ from dataclasses import dataclass
 
 import torch
 
-from pipert.schedules.action import Action
+from pipert.schedules.action import RULES, Action
 
 __all__ = ["Event", "Observer", "RunInfo", "TaskInfo"]
 
 
-FORWARD = "forward"
-RECOMPUTE = "recompute"
-BACKWARD = "backward"
-WEIGHT = "weight gradient"
-COPY = "copy"
-WAIT = "wait"
-
-KINDS = (FORWARD, RECOMPUTE, BACKWARD, WEIGHT, COPY, WAIT)
-COMPUTE = (FORWARD, RECOMPUTE, BACKWARD, WEIGHT)
-
-KIND_OF = {"F": FORWARD, "R": RECOMPUTE, "B": BACKWARD, "W": WEIGHT}
-"""The kind of the event that records an action."""
-
-_LETTERS = {kind: letter for letter, kind in KIND_OF.items()}
+_LETTERS = {RULES[letter].phase: letter for letter in "FRBW"}
+COMPUTE = FORWARD, RECOMPUTE, BACKWARD, WEIGHT = tuple(_LETTERS)
+COPY, WAIT = "copy", "wait"
+KINDS = (*COMPUTE, COPY, WAIT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +27,7 @@ class Event:
     """One event of a recording: what a device did, and when."""
 
     kind: str
-    """``'forward'``, ``'recompute'``, ``'backward'``, ``'weight gradient'``, ``'copy'`` or
+    """``'forward'``, ``'recomputation'``, ``'backward'``, ``'weight gradient'``, ``'copy'`` or
     ``'wait'``."""
     micro_batch: int
     partition: int

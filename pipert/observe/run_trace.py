@@ -30,9 +30,8 @@ from torch.autograd.profiler import record_function
 
 from pipert._torch import backward_id, node_count, outputs_of, profiler_is_on, sequence_nr
 from pipert.autograd.leaves import find_leaves, is_cast_of_leaf
-from pipert.observe.event import BACKWARD, KIND_OF, Event, Observer, RunInfo, TaskInfo
-from pipert.observe.recording import Origin, Span, stamp
-from pipert.observe.timeline import Timeline
+from pipert.observe.event import BACKWARD, Event, Observer, RunInfo, TaskInfo
+from pipert.observe.timeline import Origin, Span, Timeline, stamp
 from pipert.queues.locks import ProcessLock
 from pipert.schedules.action import RECOMPUTE, Action
 from pipert.schedules.plan import Plan
@@ -66,8 +65,6 @@ class RunTrace:
         """Whether tasks are recorded, or shown to a profiler."""
         self.is_watched = self.is_recorded or bool(self._observers)
         """Whether anybody is told of tasks."""
-        for recording in self.recordings if is_step else ():
-            recording.steps.add(run.number)
 
     def count_recomputation(self) -> None:
         """Count a recomputation of the run."""
@@ -99,7 +96,7 @@ class RunTrace:
         shown = _range(str(action), device) if self._is_profiled else NOTHING
         event = NOTHING
         if self.recordings:
-            event = self.during(KIND_OF[action.kind], action.i, action.j, device)
+            event = self.during(action.phase, action.i, action.j, device)
         self.tell(lambda observer: observer.task_started(task))
         try:
             with event, shown:
@@ -114,10 +111,6 @@ class RunTrace:
 
     def _task(self, action: Action, device: torch.device) -> TaskInfo:
         return TaskInfo(self.run.number, action.phase, action.j, action.i, device)
-
-    def knows(self, device: torch.device) -> bool:
-        """Return whether recordings can date stamps of ``device``."""
-        return all(recording._origin.knows(device) for recording in self.recordings)
 
     def begin(
         self, kind: str, i: int, j: int, device: torch.device,
@@ -140,18 +133,9 @@ class RunTrace:
 
     @contextlib.contextmanager
     def during(self, *event: Any, **about: Any) -> Iterator[None]:
-        """Record the block as an event; arguments are those of :meth:`begin`.
-
-        If that fails, the event ends only on CPU: on a CUDA device that has failed, asking for the
-        time fails as well, and the first error is the one that matters.
-        """
+        """Record the block as an event, unless it fails; arguments are those of :meth:`begin`."""
         span = self.begin(*event, **about)
-        try:
-            yield
-        except BaseException:
-            if span.clock.type != "cuda":
-                span.finish()
-            raise
+        yield
         span.finish()
 
     def watch_node(self, node: Node | None, *event: Any, **about: Any) -> None:

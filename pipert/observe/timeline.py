@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -26,8 +27,7 @@ from pipert.observe.event import (
     WEIGHT,
     Event,
 )
-from pipert.observe.recording import Origin, Span
-from pipert.observe.report import Advice, Report, make_report
+from pipert.observe.report import Report, make_report
 from pipert.workers.pool import assign_workers
 
 __all__ = ["Timeline"]
@@ -42,6 +42,74 @@ _COLOURS = {
     WAIT: ("#ececec", None),
 }
 
+Stamp = float | torch.cuda.Event
+
+
+def stamp(device: torch.device, stream: torch.cuda.Stream | None = None) -> Stamp:
+    """Return the present moment on ``device``, in ``stream``, by default the current one.
+
+    On CPU a task is over when its function returns. On CUDA the task has only been queued by then:
+    there a moment is an event, which the device dates when it reaches it.
+    """
+    if device.type != "cuda":
+        return perf_counter()
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record(stream or torch.cuda.current_stream(device))
+    return event
+
+
+class Origin:
+    """The beginning of a recording, by the clocks of the process and of each of the ``devices``.
+
+    Waits until CUDA devices are idle, so that their clocks can be related to the process's. Runs
+    are never synchronised.
+    """
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self._began = perf_counter()
+        self._events: dict[torch.device, tuple[torch.cuda.Event, float]] = {}
+        for device in set(devices):
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+                before = perf_counter()
+                event = stamp(device)
+                assert isinstance(event, torch.cuda.Event)
+                event.synchronize()
+                now = (before + perf_counter()) / 2  # the event was in between
+                self._events[device] = event, now - self._began
+
+    def date(self, moment: Stamp, device: torch.device) -> float:
+        """Return the seconds since the beginning. Waits for a CUDA device to reach ``moment``."""
+        if isinstance(moment, float):
+            return moment - self._began
+        event, offset = self._events[device]
+        moment.synchronize()
+        milliseconds: float = event.elapsed_time(moment)
+        return offset + milliseconds / 1e3
+
+
+@dataclass(slots=True)
+class Span:
+    """An event whose moments are not yet converted to seconds."""
+
+    event: Event
+    clock: torch.device
+    """The device whose clock ``start`` and ``end`` are read from."""
+    stream: torch.cuda.Stream | None
+    """The stream that reads it; ``None`` for the current one."""
+    start: Stamp
+    end: Stamp | None = None
+
+    def finish(self) -> None:
+        """Note that the event ends now."""
+        self.end = stamp(self.clock, self.stream)
+
+    def dated(self, origin: Origin) -> Event:
+        """Return the event, in seconds since ``origin``."""
+        assert self.end is not None
+        start, end = (origin.date(moment, self.clock) for moment in (self.start, self.end))
+        return replace(self.event, start=start, end=max(start, end))
+
 
 class Timeline:
     """The events of a pipe. :meth:`Pipe.record` makes one; you can also build one from your own.
@@ -51,7 +119,6 @@ class Timeline:
         devices: the device of each partition.
         workers: the worker of each partition, counted from 0. Default: as in a pipe, one per
             CUDA device and per ``'cpu'``.
-        steps: the numbers of the calls of ``forward_backward``. Default: none.
         failed: the numbers of the calls that failed or were cancelled. Default: none.
 
     Raises:
@@ -63,14 +130,11 @@ class Timeline:
         events: Iterable[Event],
         devices: Sequence[torch.device | str],
         workers: Sequence[int] | None = None,
-        steps: Iterable[int] = (),
         failed: Iterable[int] = (),
     ) -> None:
         self.devices = tuple(torch.device(device) for device in devices)
         """The device of each partition."""
         self._workers = tuple(assign_workers(self.devices) if workers is None else workers)
-        self.steps = set(steps)
-        """The calls of ``forward_backward``, in which workers also run the backward."""
         self.failed = set(failed)
         """The calls that failed or were cancelled, which the report leaves out."""
         self._events = tuple(events)
@@ -115,11 +179,8 @@ class Timeline:
         Raises:
             ValueError: the timeline has no forward task.
         """
-        report = make_report(
-            self.events, self.lanes, self._workers, self.devices, self.steps, self.failed
-        )
-        advice = [Advice("chunks", text) for text in self._in_one]
-        return replace(report, advice=(*advice, *report.advice))
+        about = self.events, self.lanes, self._workers, self.devices
+        return make_report(*about, self.failed, self._in_one)
 
     def save(self, path: str | Path) -> None:
         """Write a trace that Perfetto (https://ui.perfetto.dev) and ``chrome://tracing`` open.

@@ -15,7 +15,6 @@ from pipert.autograd import streams, transfer
 from pipert.autograd.transfer import Stream
 from pipert.batch.tensors import differentiable, select
 from pipert.observe.event import COPY, WAIT
-from pipert.observe.run_trace import RunTrace
 from pipert.stage.run import Run
 
 
@@ -106,10 +105,10 @@ class Copies:
             return self._copied(i, tensors, source, target, origin)
         here, there = (self._device, target), (home, source)
         size = sum([tensor.nbytes for tensor in tensors])
-        event = COPY, i, j, self._device, *_timed_by(trace, there, here)
+        event = COPY, i, j, self._device, *self._timed_by(there, here)
         with trace.during(*event, source=home, origin=origin, bytes=size):
             moved = self._copied(i, tensors, source, target, origin)
-        event = COPY, i, j if origin is None else origin, home, *_timed_by(trace, here, there)
+        event = COPY, i, j if origin is None else origin, home, *self._timed_by(here, there)
         node = moved[0].grad_fn  # which copies the gradient back
         trace.watch_node(node, *event, source=self._device, origin=j, bytes=size)
         return moved
@@ -157,12 +156,12 @@ class Copies:
             if copying is not None:
                 streams.wait(copying, streams.compute_stream(self._device))
 
+    def _timed_by(self, *sides: tuple[torch.device, Stream]) -> tuple[torch.device, Stream]:
+        """Return the clock and the stream that time a copy: those of the first side on CUDA.
 
-def _timed_by(
-    trace: RunTrace, *sides: tuple[torch.device, Stream]
-) -> tuple[torch.device, Stream]:
-    """Return the clock and the stream that time a copy: those of the first side on CUDA."""
-    for device, stream in sides:
-        if stream is not None and trace.knows(device):
-            return device, stream
-    return torch.device("cpu"), None
+        A recording knows the clocks of the pipe's devices, not of all that the caller uses.
+        """
+        for device, stream in sides:
+            if stream is not None and device in self._run.devices:
+                return device, stream
+        return torch.device("cpu"), None
