@@ -144,6 +144,16 @@ def hooked(model: Any) -> Any:
     return model
 
 
+def renormed(model: Any) -> Any:
+    """Has statistics that a forward updates, and draws."""
+    model = own_mean(model)
+    model.lm_head = nn.Sequential(
+        nn.Flatten(0, 1), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Unflatten(0, (-1, 8)),
+        model.lm_head,
+    ).double()  # fmt: skip
+    return model
+
+
 @pytest.mark.parametrize("change", [own_mean, hooked])
 @pytest.mark.parametrize("how", ["model", "pipe"])
 def test_a_call_whose_losses_do_not_add_up_is_one_micro_batch(change: Any, how: str) -> None:
@@ -174,6 +184,34 @@ def test_a_step_whose_losses_do_not_add_up_weighs_means_by_rows_and_says_so(chan
             same(pipe.forward_backward(**EACH), expected.detach())
         same(grads_of(model), grads_of(plain))
         pipe.forward_backward(**EACH)  # said once
+
+
+@pytest.mark.parametrize("how", ["call", "step"])
+def test_a_first_try_leaves_statistics_and_random_numbers_alone(how: str) -> None:
+    def run(is_known: bool) -> Any:
+        model = renormed(llama())
+        with in_pipe(model, **options) as pipe, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if is_known:
+                with torch.random.fork_rng():
+                    taken(pipe, model)
+                model.zero_grad()
+                model.load_state_dict(state)
+            torch.manual_seed(5)
+            loss = taken(pipe, model)
+            return loss, grads_of(model), dict(model.named_buffers()), torch.rand(1)
+
+    def taken(pipe: Any, model: Any) -> Tensor:
+        if how == "step":
+            found: Tensor = pipe.forward_backward(**EACH)
+            return found
+        loss: Tensor = model(**EACH).loss
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+    options: Any = {"checkpoint": "never", "deferred_batch_norm": False}
+    state = copy.deepcopy(renormed(llama()).state_dict())
+    same(run(False), run(True), rtol=0, atol=0)
 
 
 def test_an_argument_that_adds_a_term_is_tried_by_itself() -> None:
