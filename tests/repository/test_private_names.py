@@ -95,7 +95,7 @@ def results_without(names: list[str]) -> dict[str, list[str]]:
     return found
 
 
-PARTS = [0, *[pytest.param(k, marks=pytest.mark.sweep) for k in (1, 2, 3)]]
+PARTS = [0, *[pytest.param(k, marks=pytest.mark.sweep) for k in range(1, 12)]]
 
 parts = pytest.mark.parametrize("part", PARTS)
 
@@ -104,7 +104,7 @@ parts = pytest.mark.parametrize("part", PARTS)
 @pytest.mark.timeout(LONG + 60)
 @parts
 def test_a_pipe_without_a_needed_name_is_refused_when_it_is_made(part: int) -> None:
-    names = _torch.NEEDED[part::4]
+    names = _torch.NEEDED[part::12]
     for path, found in results_without(names).items():
         name = path.replace(":", ".").removeprefix("torch.")
         assert len(found) == 2, f"{path}: {found}"
@@ -116,7 +116,7 @@ def test_a_pipe_without_a_needed_name_is_refused_when_it_is_made(part: int) -> N
 @pytest.mark.timeout(LONG + 60)
 @parts
 def test_a_pipe_without_any_other_name_is_right(part: int) -> None:
-    for path, found in results_without(_torch.OTHERS[part::4]).items():
+    for path, found in results_without(_torch.OTHERS[part::12]).items():
         assert found == ["right", "right"], f"{path}: {found}"
 
 
@@ -164,7 +164,7 @@ print(json.dumps(run_of))
 def test_pipert_can_be_imported_where_torch_lacks_a_name(part: int) -> None:
     names = [path for path in [*_torch.NEEDED, *_torch.OTHERS] if ":" in path]
     names = [path for path in names if path not in STAYS]
-    done = scripts.run(f"NAMES = {names[part::4]}\n{WITHOUT}", fresh=True, seconds=LONG)
+    done = scripts.run(f"NAMES = {names[part::12]}\n{WITHOUT}", fresh=True, seconds=LONG)
     assert done.returncode == 0, done.stderr
     found: dict[str, str] = json.loads(done.stdout)
     assert {path: how for path, how in found.items() if how != "imported"} == {}
