@@ -17,7 +17,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import pipert
 from pipert import RecomputationError
 from tests.helpers.ways import (
     CALL,
@@ -294,19 +293,17 @@ REGISTER: dict[str, Callable[[Any, Any], Any]] = {
 
 
 @pytest.mark.filterwarnings("ignore:Using a non-full backward hook:FutureWarning")
-@pytest.mark.parametrize("kind", [pipert.Pipe, pipert.pipeline])
 @pytest.mark.parametrize("is_added", [False, True], ids=["removed", "added"])
 @pytest.mark.parametrize("hook", REGISTER)
 def test_a_module_s_hook_of_the_forward_alone_or_of_its_recomputation_alone_is_refused(
-    hook: str, is_added: bool, kind: Any
+    hook: str, is_added: bool
 ) -> None:
     def double(module: object, dxs: Any, _: object) -> tuple[Tensor | None, ...]:
         return tuple([None if dx is None else dx * 2 for dx in dxs])
 
     module, x = not_in_place(), batch(7, requires_grad=True)
     register = partial(REGISTER[hook], module[2], double)
-    cuts = [2, 3] if kind is pipert.Pipe else ["2"]
-    with kind(module, cuts, devices=["cpu"] * 2, chunks=3, checkpoint="always") as pipe:
+    with piped(module, [2, 3], Way(CALL, "always")) as pipe:
         if not is_added:
             handle = register()
         loss = mean(pipe(x), None)
@@ -443,22 +440,12 @@ def attributed() -> nn.Sequential:
     return nn.Sequential(Layer(), nn.Tanh(), Layer())
 
 
-@pytest.mark.parametrize("make", [pipert.Pipe, pipert.pipeline])
-@pytest.mark.parametrize("schedule", [None, "1f1b", "zb-h1"])
-@pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_a_saved_weight_has_its_attributes(
-    make: Any, schedule: str | None, checkpoint: str
-) -> None:
+@each_way
+def test_a_saved_weight_has_its_attributes(way: Way) -> None:
     module, plain, x = attributed(), attributed(), torch.ones(4, 3, dtype=torch.float64)
-    plain(x).sum().backward()
-    where: Any = [2, 1] if make is pipert.Pipe else ["2"]
-    with make(module, where, devices=["cpu"] * 2, chunks=2, checkpoint=checkpoint) as pipe:
-        if schedule is None:
-            pipe(x).sum().backward()
-        else:
-            pipe.forward_backward(
-                x, loss_fn=lambda y, _: y.sum(), reduction="sum", schedule=schedule
-            )
+    plain(x).mean().backward()
+    with piped(module, [2, 1], way, chunks=2) as pipe:
+        take_step(pipe, way, x, loss_fn=lambda y, _: y.mean())
     for found, expected in zip(module.parameters(), plain.parameters(), strict=True):
         attributes: list[Attributed] = [found, expected]
         torch.testing.assert_close(*[each.main_grad for each in attributes])

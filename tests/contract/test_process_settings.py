@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import pipert
-from pipert import is_recomputing
+from pipert import Pipe, is_recomputing
 from tests.helpers.caller_settings import Block
 from tests.helpers.ways import CALL, Way, linear, piped, take_step
 from tests.layers import Apply
@@ -98,29 +97,18 @@ def only(*backends: SDPBackend) -> Block:
 
 
 MATH, FLASH = SDPBackend.MATH, SDPBackend.FLASH_ATTENTION
-whole = pytest.mark.parametrize("any_model", [False, True], ids=["Pipe", "any model"])
 
 
-def attending(layers: int, any_model: bool) -> tuple[nn.Module, Any]:
-    module = nn.Sequential(*[Attention() for _ in range(layers)])
-    plain = copy.deepcopy(module)
-    options: Any = {"devices": ["cpu"] * 2, "chunks": 2, "checkpoint": "always"}
-    half = layers // 2
-    if any_model:
-        return plain, pipert.pipeline(module, [str(half)], **options)
-    return plain, pipert.Pipe(module, [half, half], **options)
-
-
-@whole
 @pytest.mark.parametrize(
     "forward, backward",
     [(only(MATH), contextlib.nullcontext), (contextlib.nullcontext, only(MATH))],
     ids=["around the forward", "around the backward"],
 )
 def test_a_recomputation_with_another_kernel_for_attention_is_right(
-    forward: Block, backward: Block, any_model: bool
+    forward: Block, backward: Block
 ) -> None:
-    plain, made = attending(4, any_model)
-    with made as pipe:
+    module = nn.Sequential(*[Attention() for _ in range(4)])
+    plain = copy.deepcopy(module)
+    with Pipe(module, [2, 2], devices=["cpu"] * 2, chunks=2, checkpoint="always") as pipe:
         found, expected = gradients(pipe, forward, backward), gradients(plain, forward, backward)
     torch.testing.assert_close(found, expected)

@@ -73,10 +73,7 @@ class Seeing(nn.Module):
 
 
 @pytest.mark.parametrize("schedule", [CALL, "1f1b"])
-@pytest.mark.parametrize("kind", ["Pipe", "pipeline"])
-def test_tasks_see_context_variables_of_the_caller_and_no_thread_locals(
-    kind: str, schedule: str
-) -> None:
+def test_tasks_see_context_variables_of_the_caller_and_no_thread_locals(schedule: str) -> None:
     local, variable, seen = threading.local(), ContextVar[str]("variable", default=""), set[Any]()
     caller = threading.current_thread()
 
@@ -85,16 +82,11 @@ def test_tasks_see_context_variables_of_the_caller_and_no_thread_locals(
             seen.add((getattr(local, "value", None), variable.get()))
 
     local.value, token = "mine", variable.set("mine")
-    options: Any = {"devices": ["cpu"] * 2, "chunks": 2, "checkpoint": "always"}
-    model = Seeing(see)
-    for layer in (model.a, model.b):
+    way, layers = Way(schedule, "always"), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    for layer in layers:
         layer.register_forward_pre_hook(see)
-    if kind == "Pipe":
-        pipe: Any = Pipe(nn.Sequential(model.a, model.b), [1, 1], **options)
-    else:
-        pipe = pipeline(model, ["b"], **options)
-    with pipe:
-        take_step(pipe, Way(schedule, "always"), torch.ones(4, 2), loss_fn=sum_of)
+    with piped(layers, [1, 1], way, chunks=2) as pipe:
+        take_step(pipe, way, torch.ones(4, 2), loss_fn=sum_of)
     variable.reset(token)
     assert seen == {(None, "mine")}
 
