@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import pipert
 from pipert import RecomputationError
 from tests.helpers.ways import (
     CALL,
@@ -135,28 +137,6 @@ def test_a_hook_of_a_parameter_that_partitions_share_gets_the_sum_once(
     plain_step(plain, x)
     assert len(seen) == 2
     same(seen[0], seen[1])
-    same(grads_of(module), grads_of(plain))
-
-
-@each_way
-def test_hooks_of_the_weights_of_a_recurrent_layer_are_called_once(way: Way) -> None:
-    """Torch receives these weights in a list."""
-    class Outputs(nn.Module):
-        def forward(self, value: tuple[Tensor, Any]) -> Tensor:
-            return value[0][:, -1]
-
-    def recurrent() -> Any:
-        torch.manual_seed(4)
-        lstm = nn.LSTM(3, 4, batch_first=True, dtype=torch.float64)
-        return nn.Sequential(nn.Identity(), lstm, Outputs(), linear(4, 2))
-
-    module, plain = recurrent(), recurrent()
-    x = torch.randn(6, 5, 3, dtype=torch.float64)
-    for one in (module, plain):
-        for parameter in one.parameters():
-            parameter.register_hook(lambda grad: grad * 2)
-    step(module, way, x)
-    plain_step(plain, x)
     same(grads_of(module), grads_of(plain))
 
 
@@ -322,6 +302,40 @@ def test_a_module_s_hook_of_the_forward_alone_or_of_its_recomputation_alone_is_r
     plain.load_state_dict(module.state_dict())
     mean(plain(x), None).backward()
     same(grads_of(module), grads_of(plain))
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.b(self.a(x))
+
+
+@pytest.mark.layered  # names both kinds of pipe
+@pytest.mark.parametrize("schedule", [CALL, "1f1b"])
+@pytest.mark.parametrize("kind", ["Pipe", "pipeline"])
+def test_hooks_of_a_model_run_for_each_micro_batch_and_those_of_a_pipe_once(
+    kind: str, schedule: str
+) -> None:
+    calls, chunks = Counter[str](), 4
+    options: Any = {"devices": ["cpu"] * 2, "chunks": chunks, "checkpoint": "never"}
+    if kind == "Pipe":
+        model: Any = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        pipe: Any = pipert.Pipe(model, [1, 1], **options)
+    else:
+        model = Two()
+        pipe = pipert.pipeline(model, ["b"], **options)
+    model.register_forward_hook(lambda *_: calls.update(["model"]))
+    model.register_full_backward_hook(lambda *_: calls.update(["model, backward"]))
+    pipe.register_forward_hook(lambda *_: calls.update(["pipe"]))
+    with pipe:
+        x = torch.ones(8, 2, requires_grad=True)
+        take_step(pipe, Way(schedule, "never"), x, loss_fn=lambda y, _: y.sum())
+    once = {"pipe": 1} if schedule == CALL else {}
+    of_model = chunks if kind == "pipeline" else len(once)
+    assert +calls == +Counter({**once, "model": of_model, "model, backward": of_model})
 
 
 # Backwards that are not linear in the gradient that they get --------------------------------------
