@@ -252,7 +252,10 @@ class Runtime:
         """Execute ``run``; raise its failure, if any."""
         try:
             with paused():
-                self.waiting.execute(run, posting, threads, timeout)
+                try:
+                    self.waiting.execute(run, posting, threads, timeout)
+                finally:
+                    run.seed.is_over = True  # or this thread waits for the generator of a stuck one
         finally:  # each, whatever interrupts another
             try:
                 run.end()

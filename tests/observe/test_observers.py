@@ -90,6 +90,7 @@ def test_an_observer_that_raises_is_dropped_and_the_run_goes_on(event: str) -> N
     assert 1 <= len(lines) <= 2
 
 
+@pytest.mark.main_thread
 @pytest.mark.parametrize("event", ["run_started", "run_finished"])
 def test_an_interrupt_in_an_observer_on_the_main_thread_reaches_the_caller(event: str) -> None:
     def interrupted(*_: Any) -> None:

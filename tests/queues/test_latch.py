@@ -88,6 +88,7 @@ def test_one_arrival_too_many_is_our_own_bug() -> None:
         latch.arrive()
 
 
+@pytest.mark.main_thread
 def test_a_signal_handler_that_raises_interrupts_the_wait(soon: Callable[[], None]) -> None:
     latch = Latch(1)
     with pytest.raises(Interrupted):
@@ -95,6 +96,7 @@ def test_a_signal_handler_that_raises_interrupts_the_wait(soon: Callable[[], Non
         latch.wait()
 
 
+@pytest.mark.main_thread
 def test_an_interrupted_wait_can_be_waited_again(soon: Callable[[], None]) -> None:
     latch = Latch(1)
     with pytest.raises(Interrupted):
