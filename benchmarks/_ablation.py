@@ -19,7 +19,7 @@ from pipert import Pipe
 from pipert.autograd import order
 from pipert.autograd.streams import CopyStreams, compute_stream
 from pipert.skip.declarations import keys_of
-from pipert.skip.namespace import Key
+from pipert.skip.store import Key
 from pipert.stage import call_boundary
 from pipert.stage.assembly import Layered
 

@@ -1,4 +1,4 @@
-"""Runs the paper's experiments: reads options, prints the paper's figures and ours, writes JSON.
+"""Reads the options of the paper's experiments, and writes JSON.
 
 Each experiment prints the paper's measurements, and measures pipert and torchgpipe where there are
 enough devices, at ``--scale`` times the paper's width and image size.
@@ -9,28 +9,15 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from _measure import Row, cell, header, one_thread_everywhere, report
-from _models import Model
-from _paper import Setting
-from _steps import measured
+from _measure import header, one_thread_everywhere
 
-__all__ = ["GIB", "Experiment", "options", "parse", "run", "write"]
+__all__ = ["GIB", "options", "parse", "write"]
 
 SCALES = {"paper": 1.0, "laptop": 0.25, "tiny": 0.0625}
 GIB = 2**30
-
-
-@dataclass(frozen=True)
-class Experiment:
-    """A model and the settings to try."""
-
-    title: str
-    model: Model
-    settings: Sequence[Setting]
 
 
 def options(description: str | None) -> argparse.ArgumentParser:
@@ -104,21 +91,3 @@ def write(arguments: argparse.Namespace, **figures: object) -> None:
     given = {name: str(value) for name, value in vars(arguments).items()}
     about = {"versions": header(), "hardware": hardware(arguments.devices[0]), "options": given}
     arguments.json.write_text(json.dumps({**about, **figures}, indent=1), encoding="utf-8")
-
-
-def run(
-    experiment: Experiment, description: str | None, argv: Sequence[str] | None = None
-) -> int:
-    """Prints what the paper measured, and what the local devices take."""
-    arguments = parse(options(description), argv)
-    papers = [
-        Row((each.name, str(each.batch), cell(each.throughput, 1), cell(each.speed_up, 2),
-             cell(each.gpipe, 2)))
-        for each in experiment.settings
-    ]  # fmt: skip
-    columns = ("setting", "batch", "samples/s", "speed-up", "GPipe's on TPUs")
-    report(f"{experiment.title}: the paper's", columns, papers)
-    pairs = [(experiment.model, setting) for setting in experiment.settings]
-    given = (arguments.devices, arguments.scale, arguments.steps)
-    write(arguments, measured=measured(experiment.title, pairs, *given))
-    return 0

@@ -368,8 +368,8 @@ class Program:
         names = ",".join(map(str, self.devices))
         scale = ["--scale", "tiny"] if self.short else []
         file = ["--json", str(self.out / "unet.json")]
-        script = str(ROOT / "benchmarks" / "unet_speed.py")
-        return self.run(title, [script, "--devices", names, "--steps", "1", *scale, *file])
+        script = str(ROOT / "benchmarks" / "speed.py")
+        return self.run(title, [script, "unet", "--devices", names, "--steps", "1", *scale, *file])
 
     def tests(self) -> Section:
         """The tests marked ``cuda``, on one GPU those that need no more."""

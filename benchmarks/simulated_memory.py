@@ -1,11 +1,9 @@
-"""Measures peak memory on each *simulated* device, beside the memory that the mode has to hold.
+"""Measures peak memory on each *simulated* device.
 
 A small U-Net (B, C) and a GPT, split evenly by layers, run on simulated GPUs
-(tests/simulated_gpus): bytes are counted exactly, but not on a GPU. *least* and *most* come from
-running each partition alone, without a pipe (tests/devices/expected.py); they differ by what may be
-in transit between devices. *in lockstep* runs one task at a time, so that the peak is the same each
-time; *threads* is a normal run. torchgpipe 0.0.7 has only its own schedule; *plain* is the module
-on one device.
+(tests/simulated_gpus): bytes are counted exactly, but not on a GPU. *in lockstep* runs one task at
+a time, so that the peak is the same each time; *threads* is a normal run. torchgpipe 0.0.7 has only
+its own schedule; *plain* is the module on one device.
 """
 
 from __future__ import annotations
@@ -33,15 +31,13 @@ from torch import nn  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
 from pipert import Pipe  # noqa: E402
-from tests.devices.expected import bounds  # noqa: E402
 from tests.devices.lockstep import in_lockstep  # noqa: E402
-from tests.devices.subjects import SUBJECTS, Parts, Subject, even  # noqa: E402
+from tests.devices.subjects import SUBJECTS, Subject, even  # noqa: E402
 
 __all__ = ["main"]
 
 WAYS = ("backward", "gpipe", "1f1b")
 MODES = ("never", "except_last", "always")
-ALONE = 7
 KIB = 1024
 
 
@@ -99,17 +95,13 @@ def of_plain(subject: Subject, m: int) -> int:
 
 def rows(subject: Subject, n: int, m: int) -> Iterator[Row]:
     """Yields a row for each way, mode and device."""
-    parts = Parts(GPUS, subject, n, ALONE)
     for mode in MODES:
         peer = of_torchgpipe(subject, n, m, mode)
         for way in WAYS:
-            setting = subject.setting(way, mode, m, parts)
             slow = of_pipert(subject, n, m, way, mode, in_lockstep())
             free = of_pipert(subject, n, m, way, mode, contextlib.nullcontext())
             for j in range(n):
-                limits = bounds(setting, parts.of(way), j, parts.of_loss)
-                sizes = (limits.least, limits.most, slow[j], free[j])
-                kib = [f"{size / KIB:.0f}" for size in sizes]
+                kib = [f"{size / KIB:.0f}" for size in (slow[j], free[j])]
                 other = f"{peer[j] / KIB:.0f}" if way == "backward" else "-"
                 yield Row((mode, way, f"simulated {j}", *kib, other))
 
@@ -122,10 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     n, m = arguments.devices, arguments.chunks
     GPUS.detect(False)
-    columns = (
-        *("checkpoint", "way", "device", "least", "most", "in lockstep", "threads"),
-        "torchgpipe 0.0.7",
-    )
+    columns = ("checkpoint", "way", "device", "in lockstep", "threads", "torchgpipe 0.0.7")
     torch.manual_seed(0)
     for subject in tqdm([make() for make in SUBJECTS.values()], desc="models", file=sys.stderr):
         plain = of_plain(subject, m)

@@ -31,7 +31,7 @@ from _steps import by_autograd, one_peak, one_step
 
 from pipert import Pipe, Timeline
 from pipert.balance import balance_by_time
-from pipert.timeline.picture import save_picture
+from pipert.observe.timeline import save_picture
 
 __all__ = ["main"]
 

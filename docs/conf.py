@@ -79,7 +79,7 @@ def link_to_public_name(
     domain = env.domains.python_domain
     target = str(node.get("reftarget", ""))
     name = target.rpartition(".")[2] if target.startswith("pipert.") else target
-    places = ("pipert", "pipert.skip", "pipert.balance", "pipert.timeline")
+    places = ("pipert", "pipert.skip", "pipert.balance", "pipert.observe")
     found = [f"{place}.{name}" for place in places if f"{place}.{name}" in domain.objects]
     if not found:
         return None

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipert import Event, Pipe, Timeline, pipeline
-from pipert.timeline.picture import save_picture
+from pipert.observe.timeline import save_picture
 
 PICTURES = Path(__file__).parent / "pictures"
 ROWS = 32
@@ -170,7 +170,7 @@ def drawn(m: int, n: int, task: float, copy: float) -> Timeline:
         for j in reversed(range(n)):
             there = free[j] if j == n - 1 else arrive(i, j + 1, j, there)
             if i < m - 1:
-                run("recompute", i, j, free[j], task)
+                run("recomputation", i, j, free[j], task)
             there = run("backward", i, j, max(there, free[j]), 2 * task)
     return Timeline(events, devices)
 

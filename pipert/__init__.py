@@ -17,12 +17,12 @@ from pipert.errors import (
     ReentrantCallError,
     SharedStateWarning,
     TransformError,
-    UnsupportedTorchError,
     WholeBatchWarning,
     WorkerBusyError,
     WorkerDiedError,
 )
 from pipert.observe.event import Event, Observer, RunInfo, TaskInfo
+from pipert.observe.timeline import Timeline
 from pipert.pipe import Pipe
 from pipert.pipeline import pipeline
 from pipert.pipes.module_pipe import ModulePipe
@@ -34,7 +34,6 @@ from pipert.recompute.public import (
     never_recompute,
 )
 from pipert.status import Statistics, TaskStatus, WorkerStatistics
-from pipert.timeline.timeline import Timeline
 
 __version__ = "0.1.0"
 
@@ -58,7 +57,6 @@ __all__ = [
     "TaskStatus",
     "Timeline",
     "TransformError",
-    "UnsupportedTorchError",
     "WholeBatchWarning",
     "WorkerBusyError",
     "WorkerDiedError",

@@ -2,9 +2,8 @@
 
 Any release of torch may drop such a name. So each is looked up here, once, at import:
 
-1. Without a *needed* name no pipe would be right. If one is missing, making a pipe raises
-   :class:`.UnsupportedTorchError`, which names torch's version and all that is missing
-   (:func:`refuse_unsupported`).
+1. Without a *needed* name no pipe would be right. If one is missing, importing pipert raises an
+   ``ImportError``, which names torch's version and all that is missing.
 2. Any other name has a *fallback*: a public way that is slower, or one feature less.
 
 ``test_private_names.py`` takes each of them away, before pipert is imported. No other file of
@@ -28,8 +27,6 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad, profiler
 from torch.nn.utils import parametrize
 
-from pipert.errors import UnsupportedTorchError
-
 Flag = Callable[[], bool]
 Get = Callable[[], Any]
 
@@ -37,33 +34,6 @@ NEEDED: list[str] = []
 OTHERS: list[str] = []
 """All needed names, and all with a fallback."""
 _missing: list[str] = []
-
-
-class _Absent:
-    """Stands for a needed name that is missing; raises an error when it is called."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __getattr__(self, name: str) -> _Absent:
-        return _Absent(f"{self._name}.{name}")
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        refuse_unsupported()
-
-
-def refuse_unsupported() -> None:
-    """Refuse a torch that lacks what every pipe needs.
-
-    Raises:
-        UnsupportedTorchError: it does.
-    """
-    if _missing:
-        raise UnsupportedTorchError(
-            f"pipert does not support torch {torch.__version__}, which lacks "
-            f"{', '.join(_missing)}; README says which versions of torch are tested. Use one of "
-            "these, or a newer pipert"
-        )
 
 
 def _look_up(path: str, owner: Any) -> Any:
@@ -82,9 +52,7 @@ def _needed(path: str, owner: Any = None) -> Any:
     try:
         return _look_up(path, owner)
     except (AttributeError, ImportError):
-        name = path.replace(":", ".")
-        _missing.append(name)
-        return _Absent(name)
+        _missing.append(path.replace(":", "."))
 
 
 def _or(fallback: Any, path: str, owner: Any = None) -> Any:
@@ -171,10 +139,6 @@ _handles = _needed("torch.utils.hooks:RemovableHandle")
 next_hook: Callable[[], int] = partial(getattr, _handles, "next_id")
 """The number of the next hook that anyone registers."""
 
-_needed("_base", Tensor)
-base_of: Callable[[Tensor], Tensor | None] = operator.attrgetter("_base")
-"""The tensor that a tensor is a view of, or ``None``."""
-
 _needed("_cdata", _leaf.untyped_storage())
 identity: Callable[[Any], int] = operator.attrgetter("_cdata")
 """What two Python objects for one storage have in common."""
@@ -256,8 +220,6 @@ pop_function_mode: Get = _needed("torch._C:_pop_torch_function_stack")
 dispatch_modes: Get = _needed("torch.utils._python_dispatch:_get_current_dispatch_mode_stack")
 push_dispatch_mode: Callable[[Any], None] = _needed("torch.utils._python_dispatch:_push_mode")
 pop_dispatch_mode: Get = _needed("torch.utils._python_dispatch:_pop_mode")
-DispatchMode: Any = _or(nullcontext, "torch.utils._python_dispatch:TorchDispatchMode")
-"""A mode in which a method carries out each operation. With the fallback nothing calls it."""
 
 # torch.func and tools that make graphs ------------------------------------------------------------
 
@@ -298,15 +260,6 @@ is_caching_parametrizations: Flag = partial(getattr, parametrize, "_cache_enable
 
 # Dispatch and thread-local objects ----------------------------------------------------------------
 
-_or(None, "_schema", torch.ops.aten.add_.Tensor)
-
-
-def is_mutable(operator: Any) -> bool:
-    """Return whether an operation writes to an argument. Without its schema, it may."""
-    schema = getattr(operator, "_schema", None)
-    return schema is None or bool(schema.is_mutable)
-
-
 autograd_key: Any = _or(None, "torch._C:DispatchKey.Autograd")
 higher_order: dict[str, Any] = _or({}, "torch._ops:_higher_order_ops")
 """The operators such as ``torch.cond``, by name, each with its kernels. With the fallback, those of
@@ -332,6 +285,12 @@ set_thread_name: Callable[[str], None] = _or(
     lambda _: None, "torch.multiprocessing:_set_thread_name"
 )
 """Names the current thread for the operating system."""
+
+if _missing:
+    raise ImportError(
+        f"pipert does not support torch {torch.__version__}, which lacks {', '.join(_missing)}; "
+        "README says which versions of torch are tested. Use one of these, or a newer pipert"
+    )
 
 # Python -------------------------------------------------------------------------------------------
 

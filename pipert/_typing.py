@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -14,5 +13,3 @@ Value: TypeAlias = Any
 """A value passed from stage to stage: any pytree. Leaves other than tensors stay unchanged."""
 
 Tensors: TypeAlias = tuple[torch.Tensor, ...]
-
-Devices: TypeAlias = Sequence[Device]

@@ -19,33 +19,16 @@ from pipert.pipe import Pipe
 WIDTH, CONTEXT, ROWS, CHUNKS = 128, 64, 32, 8
 
 
-class Embed(nn.Module):
-    """Turns bytes, int64 of shape [rows, time], into features, [rows, time, WIDTH]."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.of_byte, self.of_place = nn.Embedding(256, WIDTH), nn.Embedding(CONTEXT, WIDTH)
-
-    def forward(self, text: Tensor) -> Tensor:
-        y: Tensor = self.of_byte(text) + self.of_place.weight
-        return y
-
-
-class Block(nn.Module):
+class Block(nn.TransformerEncoderLayer):
     """Causal attention with four heads, and a feed-forward network; keeps the shape."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.norms = nn.ModuleList([nn.LayerNorm(WIDTH) for _ in range(2)])
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.wide, self.narrow = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        super().__init__(WIDTH, 4, 4 * WIDTH, 0.0, F.gelu, batch_first=True, norm_first=True)
 
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.norms[0](x)).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(y.transpose(1, 2).flatten(2))
-        changed: Tensor = x + self.narrow(F.gelu(self.wide(self.norms[1](x))))
-        return changed
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        mask = nn.Transformer.generate_square_subsequent_mask(CONTEXT, device=x.device)
+        y: Tensor = super().forward(x, mask, is_causal=True)
+        return y
 
 
 def loss_fn(logits: Tensor, target: Tensor) -> Tensor:
@@ -78,7 +61,8 @@ def _demo(arguments: argparse.Namespace) -> int:
     n = len(devices)
     if devices[0].type == "cpu":
         torch.set_num_threads(max(1, torch.get_num_threads() // n))
-    model = nn.Sequential(Embed(), *[Block() for _ in range(3 * n)], nn.Linear(WIDTH, 256))
+    blocks = [Block() for _ in range(3 * n)]
+    model = nn.Sequential(nn.Embedding(256, WIDTH), *blocks, nn.Linear(WIDTH, 256))
     balance = [3 + (j in (0, n - 1)) for j in range(n)]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     with Pipe(model, balance, devices=devices, chunks=CHUNKS) as pipe:

@@ -23,7 +23,6 @@ __all__ = [
     "ReentrantCallError",
     "SharedStateWarning",
     "TransformError",
-    "UnsupportedTorchError",
     "WholeBatchWarning",
     "WorkerBusyError",
     "WorkerDiedError",
@@ -121,13 +120,6 @@ class TransformError(PipertError):
     Also raised for a layer that differentiates in forward mode while another thread does, as torch
     has one level for the whole process. Use ``torch.func.jacrev`` or ``vjp``, or a lock around it.
     And for ``torch.cond`` and its like, with gradients, where tasks run at the same time.
-    """
-
-
-class UnsupportedTorchError(PipertError):
-    """The installed torch lacks something that every pipe needs, as a newer one may.
-
-    Raised when a pipe is made. The message names torch's version and what is missing.
     """
 
 

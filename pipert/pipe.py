@@ -15,7 +15,6 @@ from pipert.model.split import (
     check_balance,
     check_module,
     place,
-    require_balance,
     sequential,
     split,
 )
@@ -85,13 +84,12 @@ class Pipe(PipeBase):
         timeout: float | None = None,
     ) -> None:
         check_module(module)
-        balance = require_balance(balance)
+        balance = check_balance(module, balance)
         super().__init__(
             len(balance), chunks, checkpoint, schedule, deferred_batch_norm, timeout
         )
         refuse_data_parallel(module)
         verify_skippables(module)
-        check_balance(module, balance)
         self._balance = balance
         self._devices, self._workers = devices_and_workers(devices, len(balance))
         check_batch_norm(module, deferred_batch_norm, stacklevel=3)

@@ -27,7 +27,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Any
 
 try:
     from prometheus_client import REGISTRY, CollectorRegistry
@@ -38,15 +38,9 @@ except ImportError as error:
         "pipert.prometheus needs the package prometheus_client: pip install prometheus_client"
     ) from error
 
-from pipert.status import WAITING, Statistics
+from pipert.status import WAITING
 
-__all__ = ["AnyPipe", "PipeMetrics"]
-
-
-class AnyPipe(Protocol):
-    """A pipe of one process, or one process's part of a :class:`pipert.distributed.Pipe`."""
-
-    def statistics(self) -> Statistics: ...
+__all__ = ["PipeMetrics"]
 
 
 class PipeMetrics(Collector):
@@ -61,31 +55,15 @@ class PipeMetrics(Collector):
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
         self._lock = threading.Lock()
-        self._pipes: dict[str, weakref.ref[AnyPipe]] = {}
+        self._pipes: dict[str, weakref.ref[Any]] = {}
         registry.register(self)
 
-    def add(self, pipe: AnyPipe, name: str) -> None:
-        """Show ``pipe`` as ``name``.
-
-        Raises:
-            ValueError: another live pipe has that name.
-            TypeError: ``pipe`` is no pipe.
-        """
+    def add(self, pipe: Any, name: str) -> None:
+        """Show a pipe, of any kind, as ``name``, in place of another one of that name."""
         if not hasattr(pipe, "statistics"):
             raise TypeError(f"pipe must be a pipe, got {pipe!r}; write metrics.add(pipe, name)")
         with self._lock:
-            if name in self._pipes and self._pipes[name]() is not None:
-                raise ValueError(f"there is a pipe called {name!r} already; remove it, or rename")
             self._pipes[name] = weakref.ref(pipe)
-
-    def remove(self, name: str) -> None:
-        """Stop showing the pipe called ``name``.
-
-        Raises:
-            KeyError: no pipe has that name.
-        """
-        with self._lock:
-            del self._pipes[name]
 
     def collect(self) -> Iterable[Metric]:
         """Return the current metrics; before there is a pipe, their names."""

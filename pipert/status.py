@@ -51,7 +51,7 @@ class WorkerStatistics:
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """The calls of one pipe in this process since it was made.
+    """The calls of one pipe since it was made; a forked process goes on from its parent's counts.
 
     A call whose arguments are refused does not count.
     """
@@ -69,11 +69,6 @@ class Statistics:
     recomputations: int
     """Tasks ``R[i,j]`` started."""
     workers: tuple[WorkerStatistics, ...]
-
-    @property
-    def tasks(self) -> int:
-        """Tasks completed by all workers."""
-        return sum(worker.tasks for worker in self.workers)
 
     def __str__(self) -> str:
         """Return the counts and, if there are workers, a table of them."""

@@ -152,7 +152,6 @@ class Pipelined(_Base):  # type: ignore[misc,unused-ignore]
         kept, self._pipe_kept = self._pipe_kept, []
         parts = [self._pipe_parts(inputs, number) for inputs, number, _ in kept]
         microbatches = [(k, part) for k, each in enumerate(parts) for part in each]
-        losses: list[list[Tensor]] = [[] for _ in kept]
         gradient = kept[-1][2].grad
         assert gradient is not None
         is_due = len(microbatches) > len(kept) and self.compute_loss.__module__ != _SFT
@@ -162,7 +161,6 @@ class Pipelined(_Base):  # type: ignore[misc,unused-ignore]
         def step(microbatch: tuple[int, Any]) -> Tensor:
             k, inputs = microbatch
             loss = self._pipe_loss(model, inputs, kept[k][1], check)
-            losses[k].append(loss.detach())
             return loss * factor.to(loss.device)
 
         run = partial(
@@ -174,15 +172,7 @@ class Pipelined(_Base):  # type: ignore[misc,unused-ignore]
         if total is None:  # from now on each batch is one micro-batch
             self._pipe_kept = kept
             return self._take_pipe_step(model, factor)
-        sums = [torch.stack(each).sum().to(factor.device) * factor for each in losses]
-        filters = self.args.logging_nan_inf_filter  # else nothing waits for a device
-        finite = [not filters or bool(each.isfinite()) for each in sums]
-        if all(finite) or not any(finite):
-            return total.to(factor.device)  # type: ignore[no-any-return]
-        logged = torch.zeros_like(factor)
-        for each, counts in zip(sums, finite, strict=True):  # as Trainer does with those it logs
-            logged += each if counts else logged.clone()
-        return logged
+        return total.to(factor.device)  # type: ignore[no-any-return]
 
     def _pipe_loss(self, model: nn.Module, inputs: Any, number: Any, check: LossCheck) -> Tensor:
         """Compute the loss of a part of a batch; in a check, whether it adds up."""

@@ -41,7 +41,6 @@ class LossesAddUp:
 
     def __init__(self) -> None:
         self._calls = 0
-        self._shifts: dict[Hashable, bool | None] = {}  # None: no number can be given
         self._is_clear: dict[Hashable, bool] = {}
 
     def check_of(self, model: Any, arguments: Mapping[str, Any]) -> LossCheck | None:
@@ -53,13 +52,12 @@ class LossesAddUp:
         own = vars(model).get("forward")
         code = getattr(own, "own", own), type(model).forward, getattr(model, "loss_function", None)
         kind = code, has_hooks(model), frozenset(arguments), frozenset(options)
-        if kind not in self._shifts:
-            self._shifts[kind] = _shifts(model.loss_function) if takes_number(model) else None
-        shifts = self._shifts[kind]
-        if shifts is None or not self.may_add_up(kind):
+        if kind not in self._is_clear and not takes_number(model):
+            self._is_clear[kind] = False
+        if not self.may_add_up(kind):
             return None
         is_counted = number is None
-        number = _count(arguments, shifts) if is_counted else number
+        number = _count(arguments, _shifts(model.loss_function)) if is_counted else number
         return LossCheck(model, number, is_counted, kind, self.is_due(kind))
 
     def is_due(self, kind: Hashable) -> bool:

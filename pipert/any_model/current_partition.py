@@ -11,10 +11,11 @@ layers; here is what is done then. A call of a layer
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sized
+from collections.abc import Callable, MutableMapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from operator import gt
 from typing import Any
 
 import torch
@@ -23,16 +24,14 @@ from torch import Tensor, nn
 from pipert._torch import BatchNorm, NormBase, node_count, transforms
 from pipert._typing import Value
 from pipert.any_model.checkpointed_calls import checkpointed_call
-from pipert.any_model.intercept import CHANGED, Intercept, Paused
+from pipert.any_model.intercept import CHANGED, Intercept, Paused, TensorCopies
 from pipert.any_model.microbatch_graph import MicroBatchGraph, memory_of
 from pipert.any_model.model_layers import ModelLayer, ModelLayers
 from pipert.any_model.shared_state import Inspection
-from pipert.any_model.tensor_copies import TensorCopies
 from pipert.autograd.hooks import checkpoint_around
 from pipert.autograd.order import begin_numbers
 from pipert.batch.microbatch import Arguments
 from pipert.batch.tensors import differentiable, map_tensors
-from pipert.batch.trees import ORDINARY, flatten
 from pipert.layers.batchnorm import PartitionStats
 from pipert.layers.compiling import call_compiled
 from pipert.layers.modules import modules_of
@@ -64,14 +63,13 @@ class ModelRun:
     """The copies of parameters and buffers on another device; ``None`` if all is on the CPU."""
     inspection: Inspection | None = None
     """Compares what micro-batches set on modules, in some of the runs."""
-    first_node: int = field(init=False)
-    """Nodes with lower numbers are the caller's, or turns of micro-batches (``autograd.order``)."""
+    microbatches: dict[int, Any] = field(default_factory=dict)
+    """The ``MicroBatchForward`` of each micro-batch that has begun."""
 
     def __post_init__(self) -> None:
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             self.parameters = ParameterCopies(self.layers.shared_buffers)
             self.parameters.note_versions(self.parameters.tensors_of(self.module))
-        self.first_node = max(self.run.first_node, self.run.plan.m)
 
     def refuse_shared_norms(self, layer: ModelLayer, j: int) -> None:
         """Refuse a layer that is called in partition ``j``, too, if it updates statistics there."""
@@ -88,12 +86,6 @@ class ModelRun:
                     "order; choose deferred_batch_norm=True, which defers those of "
                     "BatchNorm, or cuts with all calls of the layer in one partition"
                 )
-
-    def clear(self) -> None:
-        """Forget all micro-batches."""
-        self.inspection = None
-        if self.step is not None:
-            self.step.ledger.clear()
 
 
 class CurrentPartition:
@@ -117,49 +109,39 @@ class CurrentPartition:
 
     def run(self, stage: Stage, forward: Callable[[Value], Value], x: Value) -> Value:
         """Run ``forward`` on ``x``, beginning in ``stage``; return what the last stage sends."""
-        shared = self._model_run
+        shared, intercept = self._model_run, self._intercept
         notes = NOTHING if shared.stats is None else shared.stats.collecting()
         # Gradients that it asks for make nodes on this thread, with its numbers, on GPUs too.
         cuts = self._graph is not None and self._copies is not None
         numbers = torch.autograd.set_multithreading_enabled(False) if cuts else NOTHING
         with notes, numbers, self._block:
-            return self._run(stage, forward, x)
-
-    def _run(self, stage: Stage, forward: Callable[[Value], Value], x: Value) -> Value:
-        shared, intercept = self._model_run, self._intercept
-        begin_numbers(shared.first_node)
-        self.begin(stage)
-        own = x if shared.run.plan.m == 1 else None
-        x = x if intercept is None else intercept.enter_inputs(x)
-        before = {} if x is own else _sizes(x)
-        with NOTHING if intercept is None else intercept:
-            y = forward(x)
-        if shared.step is None or shared.run.function is None:
-            _refuse_filled(x, before)
-        elif self._i == shared.run.plan.m - 1 and not shared.called_in:
-            raise RuntimeError(
-                "step called no layer of the model that is in the pipe; call pipe.module, no copy"
-            )
-        if intercept is not None:
-            if shared.parameters is not None:
-                shared.parameters.refuse_functions(y)
-            y = map_tensors(y, intercept.bring)
-            if self._graph is not None:
-                self._compute_loss(intercept, y)
-        self.end()
-        if self._graph is not None:
-            return ()
-        if self._parts:
-            shared.run.trace.watch_backward(self._i, differentiable(y)[0], self._parts)
-        return self._stage.boundary.leave(self._i, y, None)
-
-    def _compute_loss(self, intercept: Intercept, y: Value) -> None:
-        stage = self._stage
-        assert stage.step_boundary is not None
-        with intercept:
-            loss = stage.step_boundary.compute_loss(self._i, y)
-        if loss.requires_grad:
-            stage.step_boundary.step.ledger[self._i, stage.place.j].loss = loss
+            # Lower numbers are of the caller's nodes, or turns of micro-batches (autograd.order).
+            begin_numbers(max(shared.run.first_node, shared.run.plan.m))
+            self.begin(stage)
+            own = x if shared.run.plan.m == 1 else None
+            x = x if intercept is None else intercept.enter_inputs(x)
+            given = [] if x is own else _containers(x)
+            sizes = list(map(len, given))
+            with NOTHING if intercept is None else intercept:
+                y = forward(x)
+            if shared.step is None or shared.run.function is None:
+                if any(map(gt, map(len, given), sizes)):
+                    raise ValueError(_FILLED)
+            elif self._i == shared.run.plan.m - 1 and not shared.called_in:
+                raise RuntimeError(_NOT_CALLED)
+            if intercept is not None:
+                if shared.parameters is not None:
+                    shared.parameters.refuse_functions(y)
+                y = map_tensors(y, intercept.bring)
+            last, segments = self._stage, None
+            if last.step_boundary is not None and intercept is not None:
+                segments = self._segments
+                with intercept:
+                    y = last.step_boundary.compute_loss(self._i, y)
+            elif self._parts:
+                shared.run.trace.watch_backward(self._i, differentiable(y)[0], self._parts)
+            self.end()
+            return last.boundary.leave(self._i, y, segments)
 
     def begin(self, stage: Stage) -> None:
         """Begin the partition of ``stage``, which has been handed off."""
@@ -181,8 +163,6 @@ class CurrentPartition:
             shared.step.ledger[self._i, place.j].segments = self._segments
         if self._copies is not None:
             self._copies.begin(stage)
-        if shared.inspection is not None:
-            shared.inspection.begin(self._i, place)
 
     def end(self) -> None:
         """End the partition, which is about to be handed back."""
@@ -196,8 +176,6 @@ class CurrentPartition:
         self._block.close()
 
     def _end_boundary(self, intercept: Intercept) -> None:
-        if self._graph is not None:
-            self._graph.end()
         boundary = intercept.boundary
         boundary.end(0 if self._graph is None else self._graph.first)
         if (copies := self._model_run.parameters) is not None:  # paused: no copies are taken
@@ -283,18 +261,15 @@ class CurrentPartition:
         self._intercept = self._segments = None
 
 
-def _sizes(x: Value) -> dict[Any, int]:
-    """Return the size of each argument that is a container, by name."""
-    args, kwargs = x if isinstance(x, Arguments) else ((x,), {})
-    found = [(k, v) for k, v in (*enumerate(args), *kwargs.items()) if type(v) not in ORDINARY]
-    return {k: len(flatten(v)[0]) + (len(v) if isinstance(v, Sized) else 0) for k, v in found}
+def _containers(x: Value) -> list[Any]:
+    """Return the lists and mappings among the arguments."""
+    values = (*x.args, *x.kwargs.values()) if isinstance(x, Arguments) else (x,)
+    return [value for value in values if isinstance(value, list | MutableMapping)]
 
 
-def _refuse_filled(x: Value, before: dict[Any, int]) -> None:
-    found = [name for name, size in _sizes(x).items() if size > before[name]] if before else []
-    if found:
-        raise ValueError(
-            f"forward adds to its argument {found[0]!r}, of which each micro-batch has a copy, so "
-            "the caller's would stay as it is; return what is added, or use chunks=1 with inputs "
-            "on the first device"
-        )
+_NOT_CALLED = "step called no layer of the model that is in the pipe; call pipe.module, no copy"
+_FILLED = (
+    "forward adds to a list or a mapping among its arguments, of which each micro-batch has a "
+    "copy, so the caller's would stay as it is; return what is added, or use chunks=1 with inputs "
+    "on the first device"
+)

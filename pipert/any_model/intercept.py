@@ -6,13 +6,14 @@ inspected when they are used: in the arguments of an intercepted call, and in th
 function that its own code calls. A *boundary tensor* takes the place of one
 
 * that an earlier partition has made, in a step: the graph is cut there (``microbatch_graph``);
-* that is on the device of another partition: it is copied (``tensor_copies``).
+* that is on the device of another partition: it is copied.
 
 A tensor enters a partition once, however often it is used there.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -22,9 +23,9 @@ from torch.overrides import TorchFunctionMode
 
 from pipert._torch import (
     LEFT_ALIGNED,
-    base_of,
     function_mode_at,
     function_mode_count,
+    node_count,
     pop_function_mode,
     push_function_mode,
     sequence_nr,
@@ -32,8 +33,12 @@ from pipert._torch import (
 )
 from pipert._typing import Value
 from pipert.any_model.microbatch_graph import BoundaryTensors, MicroBatchGraph
-from pipert.any_model.tensor_copies import TensorCopies
+from pipert.autograd import order, streams, transfer
 from pipert.batch.tensors import describe, map_each, map_tensors, tensors_of
+from pipert.recompute.nodes import recompute_before
+from pipert.recompute.segment import Segments
+from pipert.stage.run import Run
+from pipert.stage.stage import Stage
 
 _METADATA = frozenset(
     getattr(Tensor, name).__get__
@@ -57,6 +62,92 @@ _HOOKS = frozenset({Tensor.register_hook, Tensor.retain_grad})
 """Functions that ask for the gradient of a tensor, when there is one."""
 
 
+class TensorCopies:
+    """Copies tensors of micro-batch ``i`` to the device of the current partition.
+
+    A tensor that partition *j* uses, and that is on the device of another partition *k*, is copied
+    once for partition *j*, over the copy streams of both devices (section 3.2.3 of the paper):
+
+    * In a call the copy is part of the graph. In the backward, ``B[i,k]`` begins after the gradient
+      has been copied back, so a fork there takes the turn of the micro-batch (``autograd.order``).
+    * If *k* is the partition before, it recomputes first, while the gradient is still being copied.
+      A tensor that skips partitions triggers no recomputation: its gradient may arrive long before.
+    * When a partition ends, the copy stream of its device waits for what it has computed, so a copy
+      waits for that and not for what the device computes later.
+
+    Parameters are copied once per run and partition (``parameter_copies``). A tensor that is on no
+    device of the pipe, such as lengths on the CPU, stays there.
+    """
+
+    def __init__(self, i: int, run: Run) -> None:
+        self._i = i
+        self._run = run
+        self._devices = list(dict.fromkeys(run.devices))
+        self._stage: Stage
+        self._start = 0
+        self._nodes_before = range(0)  # the numbers of the nodes of the partition before
+        self._segments_before: weakref.ref[Segments] | None = None  # of the partition before
+
+    def begin(self, stage: Stage) -> None:
+        """Begin a partition."""
+        self._stage = stage
+        self._nodes_before, self._start = range(self._start, node_count()), node_count()
+
+    def end(self, segments: Segments | None) -> None:
+        """End the partition, whose calls of layers may have been checkpointed."""
+        self._segments_before = None if segments is None else weakref.ref(segments)
+        if len(self._devices) > 1:
+            self._stage.boundary.copies.let_others_copy(self._i)
+
+    def is_elsewhere(self, tensor: Tensor) -> bool:
+        """Return whether ``tensor`` is on the device of another partition, to be copied here."""
+        device = tensor.device
+        if device == self._stage.place.device or device not in self._devices:
+            return False
+        # 0-dimensional CPU tensors, such as a length, work with tensors of any device.
+        return device.type != "cpu" or tensor.dim() > 0
+
+    def enter_inputs(self, x: Value) -> Value:
+        """Bring the inputs of the model to its first device."""
+        with torch.enable_grad():
+            return self._stage.boundary.copies.bring(self._i, x, None)
+
+    def copy(self, tensor: Tensor, is_cut: bool) -> Tensor:
+        """Return a copy of ``tensor``, without a graph if the graph ``is_cut`` there."""
+        if is_cut:
+            tensor = tensor.detach()
+        elif tensor.requires_grad and self._stage.step_boundary is not None:
+            # No partition has made it.
+            return tensor.to(self._stage.place.device)
+        elif tensor.requires_grad:
+            tensor = self._order_backward(tensor)
+        origin = self._run.devices.index(tensor.device)
+        (moved,) = self._stage.boundary.copies.bring(self._i, (tensor,), origin)
+        found: Tensor = moved
+        return found
+
+    def settle(self, value: Value) -> None:
+        """Let other partitions copy tensors that this one has made on another device."""
+        for tensor in tensors_of(value)[0]:
+            if self.is_elsewhere(tensor):
+                source = self._run.streams.get(tensor.device, self._i)
+                streams.wait(source, streams.compute_stream(tensor.device))
+
+    def _order_backward(self, tensor: Tensor) -> Tensor:
+        """Return ``tensor`` behind nodes that order the backward around the copy's."""
+        copying = self._run.streams.get(tensor.device, self._i)
+        compute = streams.compute_stream(tensor.device)
+        number = -1 if tensor.grad_fn is None else sequence_nr(tensor.grad_fn)
+        (tensor,) = transfer.wait_back((tensor,), copying, compute)
+        segments = None if self._segments_before is None else self._segments_before()
+        # A node of another thread, which a model has kept, would at most recompute early.
+        if segments is not None and number in self._nodes_before:
+            (tensor,) = recompute_before((tensor,), segments)
+        # In the backward the fork comes first, so nothing waits for a gradient before its turn.
+        _, tensor = order.fork(self._i, None, tensor)
+        return tensor
+
+
 class Intercept(TorchFunctionMode):
     """A function mode that brings tensors to where one micro-batch is.
 
@@ -78,7 +169,7 @@ class Intercept(TorchFunctionMode):
         self._graph = graph
         self._copies = copies
         self._copy_of = copy_of
-        self.boundary = BoundaryTensors(cuts=False) if graph is None else graph.boundary
+        self.boundary = BoundaryTensors(cuts=graph is not None)
         self.is_on = True
 
     def enter_inputs(self, x: Value) -> Value:
@@ -103,10 +194,8 @@ class Intercept(TorchFunctionMode):
             tensor = self.boundary.as_left(tensor)
         is_earlier, graph = False, self._graph
         if graph is not None and (node := tensor.grad_fn) is not None:
-            number = sequence_nr(node)
-            is_earlier = number in graph.earlier  # else this partition made it, or the caller
-            if number >= graph.first and base_of(tensor) is not None:
-                self.boundary.refuse_old_base(tensor, graph.earlier)
+            # Else this partition made it, or the caller.
+            is_earlier = sequence_nr(node) in graph.earlier
         is_elsewhere = self._copies is not None and self._copies.is_elsewhere(tensor)
         if not (is_earlier or is_elsewhere):
             return tensor

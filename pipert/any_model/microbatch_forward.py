@@ -43,23 +43,31 @@ import os
 import warnings
 from collections.abc import Callable
 from functools import partial
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from torch import nn
 
 from pipert._typing import Value
 from pipert.any_model.current_partition import CurrentPartition, ModelRun
-from pipert.any_model.hand_off import POLL, HandOff
 from pipert.autograd.hooks import checkpoint_around
 from pipert.batch.microbatch import Arguments, explain_mapping
-from pipert.errors import NestedCheckpointError, PipeClosedError, PipertError, add_note
+from pipert.errors import (
+    NestedCheckpointError,
+    PipeClosedError,
+    PipertError,
+    WorkerDiedError,
+    add_note,
+)
 from pipert.layers.intercepted import current_thread
 from pipert.queues.closable import Once
 from pipert.queues.locks import Latch
 from pipert.recompute.public import begin_microbatch, end_microbatch
 from pipert.schedules.action import FORWARD, Action
 from pipert.stage.stage import SENT, Stage
-from pipert.workers.worker import NOT_RUN, WorkerThread
+from pipert.workers.worker import CHECK, NOT_RUN, WorkerThread
+
+_HandedBack = SimpleQueue[tuple[Value, BaseException | None]]
 
 
 class Unwound(BaseException):
@@ -88,7 +96,10 @@ class MicroBatchForward:
         self._release = release  # takes back the thread
         self._current = CurrentPartition(model_run, i)
         self._stage: Stage | None = None
-        self._hand_off = HandOff(self._n)
+        self._handed_off: SimpleQueue[Stage | None] = SimpleQueue()
+        # One for each partition: the thread may hand back one, and be handed the next, before the
+        # first worker has noticed.
+        self._handed_back = [_HandedBack() for _ in range(self._n)]
         self._ended = Latch(1)
         self._unsettled = Once((self.i,))
         self._is_in_layer = False
@@ -103,7 +114,25 @@ class MicroBatchForward:
         """
         if self.j > stage.place.j:
             return ()
-        return self._hand_off.hand_off(stage, self._is_lost)
+        self._handed_off.put(stage)
+        value, error = self._wait_for(self._handed_back[stage.place.j])
+        if error is None:
+            return value
+        try:
+            raise error
+        finally:
+            del error  # it references this frame
+
+    def _wait_for(self, handed_back: _HandedBack) -> tuple[Value, BaseException | None]:
+        while True:
+            try:
+                return handed_back.get(timeout=CHECK)
+            except Empty:
+                pass
+            if self._is_lost() and handed_back.empty():
+                raise WorkerDiedError(
+                    "the thread of a micro-batch was ended from outside during the call"
+                )
 
     def _is_lost(self) -> bool:
         """Return whether nothing can be handed back: ``forward`` has ended, or its thread has."""
@@ -114,18 +143,19 @@ class MicroBatchForward:
 
     def unwind(self) -> None:
         """End the ``forward``: nothing further is handed off. Thread-safe and idempotent."""
-        self._hand_off.end()
+        self._handed_off.put(None)
 
     def wait(self) -> None:
         """Wait until the ``forward`` has ended, and discard what it left behind."""
-        while not self._ended.wait(POLL) and not self._is_lost():
+        while not self._ended.wait(CHECK) and not self._is_lost():
             pass
-        self._hand_off.drop()  # an error that no worker received: its frames reference this
+        # An error that no worker received: its frames reference this.
+        self._handed_back = [_HandedBack() for _ in self._handed_back]
 
     # On its thread.
 
     def receive(self) -> Any:
-        stage = self._hand_off.take()
+        stage = self._handed_off.get()
         return NOT_RUN if stage is None else stage
 
     def execute(self, stage: Stage) -> Any:
@@ -139,9 +169,12 @@ class MicroBatchForward:
         except BaseException as error:  # noqa: B036  raised again on the worker
             self._fail(error)
         else:
-            self._hand_off.hand_back(self._n - 1, value)
+            self._hand_back(self._n - 1, value)
             self.j, self._stage = self._n, None
         return ()
+
+    def _hand_back(self, j: int, value: Value) -> None:
+        self._handed_back[j].put((value, None))
 
     def _fail(self, error: BaseException) -> None:
         # An error from outside may come between two hand-offs: both workers get it, and if one of
@@ -149,7 +182,7 @@ class MicroBatchForward:
         stage, self._stage = self._stage, None
         for j in {self.j} if stage is None else {self.j, stage.place.j}:
             if j < self._n:
-                self._hand_off.fail(j, error)
+                self._handed_back[j].put(((), error))  # kept if no worker waits
 
     def _run(self, stage: Stage) -> Value:
         x, self._x = self._x, None
@@ -226,9 +259,9 @@ class MicroBatchForward:
         try:
             self.j = j
             stage.handlers[FORWARD].send(self.i, ())
-            self._hand_off.hand_back(stage.place.j, SENT)
+            self._hand_back(stage.place.j, SENT)
             self._stage = None
-            self._stage = self._hand_off.take()
+            self._stage = self._handed_off.get()
         except BaseException as error:  # from outside, and the model may catch it
             self._fail(error)
             raise

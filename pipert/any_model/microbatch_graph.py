@@ -14,8 +14,9 @@ earlier partition, which does not know what is done to ``s``::
 1. In the partition that has changed it, ``x`` is still replaced by ``s``.
 2. In a later partition ``s`` takes the place of ``x``, as the change has left it.
 3. *Another* tensor that shares the memory, such as a view, knows nothing of ``s``: it is refused if
-   it is used in a later partition, or overlaps and is used in the same one. Without a pipe,
-   autograd would track the change, because it is made to ``x`` itself.
+   it is used in a later partition, or overlaps and enters the same one. Without a pipe, autograd
+   would track the change, because it is made to ``x`` itself. (It rebuilds the graph of a view, so
+   that it leads into the earlier partition, which is refused in the backward.)
 4. A hook that a layer registers on ``s`` would see a part of the gradient, and is refused. In the
    model's own code hooks are registered on ``x``.
 """
@@ -28,10 +29,10 @@ from itertools import compress, repeat
 from operator import is_
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from pipert._torch import base_of, is_wrapped, node_count, sequence_nr, storage_of, tensor_hooks
+from pipert._torch import is_wrapped, node_count, sequence_nr, storage_of, tensor_hooks
 from pipert._typing import Tensors, Value
 from pipert.autograd import order
 from pipert.autograd.leaves import Reachable, find_leaves
@@ -95,13 +96,6 @@ class BoundaryTensors:
             raise RuntimeError(_ANOTHER_NAME)
         self._current[id(tensor)] = _Boundary(tensor, entered)
 
-    def refuse_old_base(self, view: Tensor, earlier: range) -> None:
-        """Refuse a view of an earlier tensor, of which autograd has rebuilt the graph (rule 3)."""
-        base = base_of(view)
-        node = None if base is None else base.grad_fn
-        if node is not None and sequence_nr(node) in earlier:
-            raise RuntimeError(_ANOTHER_NAME)
-
     def end(self, start: int) -> None:
         """End the partition, whose nodes are numbered from ``start``."""
         changed = [one for one in self._current.values() if one.has_changed()]
@@ -153,24 +147,19 @@ class MicroBatchGraph:
     def __init__(self, i: int, step: Step) -> None:
         self._i = i
         self._step = step
-        self.boundary = BoundaryTensors(cuts=True)
         self.j = self.first = 0
         """The partition that is running, or the last one, and the number of its first node."""
         self.earlier = range(0)
         """The numbers of the nodes of earlier partitions. The caller's are lower."""
-        self._numbers: dict[int, range] = {}  # of the nodes of each partition that has ended
+        self._starts: dict[int, int] = {}  # the number of the first node of each partition
         self._mark = object()  # marks the nodes at which graphs begin as this micro-batch's
 
     def begin(self, j: int) -> None:
         """Begin partition ``j``."""
         self.j, self.first = j, node_count()
-        start = next(iter(self._numbers.values())).start if self._numbers else self.first
-        self.earlier = range(start, self.first)
+        self._starts[j] = self.first
+        self.earlier = range(min(self._starts.values()), self.first)
         self._step.ledger[self._i, j].find_reachable = partial(self._find_reachable, j)
-
-    def end(self) -> None:
-        """End the partition."""
-        self._numbers[self.j] = range(self.first, node_count())
 
     def enter_inputs(self, x: Value) -> Value:
         """Return the model's inputs with a graph that begins in partition 0."""
@@ -179,10 +168,8 @@ class MicroBatchGraph:
 
     def enter(self, tensor: Tensor, value: Tensor) -> Tensor:
         """Return the boundary tensor, with the values of ``value``, of an earlier ``tensor``."""
-        number, origin = sequence_nr(tensor.grad_fn), None
-        for j, numbers in self._numbers.items():
-            if number in numbers:
-                origin = j
+        number = sequence_nr(tensor.grad_fn)
+        origin = max(j for j, start in self._starts.items() if start <= number)
         (entered,) = self._cross(origin, (tensor,), (value,))
         return entered
 
@@ -199,47 +186,50 @@ class MicroBatchGraph:
                 compiled code, a transform, an object or a closure. The graph is not cut there, and
                 leads into that of an earlier partition, or of another micro-batch or call.
         """
-        reachable = find_leaves(ends, [order.ENTRANCE], self._numbers[j])
+        start = self._starts[j]
+        end = min([first for k, first in self._starts.items() if k > j], default=_NEVER)
+        reachable = find_leaves(ends, [order.ENTRANCE], range(start, end))
         is_entrance = map(is_, map(type, reachable.nodes), repeat(ENTERED))
         for node in compress(reachable.nodes, is_entrance):
             if getattr(node, "mark", self._mark) is not self._mark:
                 raise RuntimeError(_KEPT)
-        earlier = range(next(iter(self._numbers.values())).start, self._numbers[j].start)
+        earlier = range(min(self._starts.values()), start)
         if any(sequence_nr(node) in earlier for node in reachable.others):
             raise RuntimeError(
                 "a partition uses a tensor that an earlier one has made, where a step of a pipe "
                 "does not see it (in a custom autograd function, in compiled code, in a transform "
-                "of torch.func, or in an object or a closure that a layer is given); pass "
+                "of torch.func, in an object or a closure that a layer is given, or under another "
+                "name, such as a view, after a change in place); pass "
                 "tensor.clone(), or the tensor itself, or register the object's class "
                 "(torch.utils._pytree.register_dataclass), or call the pipe and loss.backward()"
             )
         return reachable
 
     def refuse_going_back(self, outputs: Tensors, inputs: Tensors, brought: Tensors) -> None:
-        """Refuse ``torch.autograd.grad`` that leads through an earlier partition (forces, say).
+        """Refuse ``torch.autograd.grad`` that may lead through an earlier partition (forces, say).
 
         torch would return ``None`` (with ``allow_unused``), or part of a sum. If no inputs are
         given, the node at the cut itself raises an error.
 
         Args:
             outputs: the tensors to differentiate.
-            inputs: the tensors to differentiate by.
+            inputs: the tensors to differentiate by. Parameters, and what this partition has made,
+                do not lead back.
             brought: the boundary tensors that take their places, or themselves.
         """
-        graphs = [self._step.ledger[self._i, j] for j in (*self._numbers, self.j)]
-        entered = [crossing for graph in graphs for crossing in graph.entered]
-        cut = {each.entered.node: each.left for each in entered if each.left is not None}
-        wanted = set(_nodes(inputs))
-        reachable = find_leaves(_nodes(outputs), stop=_nodes(brought))
-        while ends := [cut[node].node for node in reachable.nodes if node in cut]:
-            reachable = find_leaves(ends, stop=())
-            if not wanted.isdisjoint((*reachable.nodes, *_nodes(reachable.leaves))):
-                raise RuntimeError(
-                    "torch.autograd.grad or backward in a model's own code goes back into an "
-                    "earlier partition, or to the inputs of the model, which a step of a pipe can "
-                    "do only after the loss is computed; call the pipe and loss.backward(), or cut "
-                    "elsewhere"
-                )
+        pairs = zip(inputs, brought, strict=True)
+        if all([type(x) is nn.Parameter or x is y and not x.is_leaf for x, y in pairs]):
+            return
+        if ENTERED in map(type, find_leaves(_nodes(outputs), stop=_nodes(brought)).nodes):
+            raise RuntimeError(
+                "torch.autograd.grad or backward in a model's own code goes back into an "
+                "earlier partition, or to the inputs of the model, which a step of a pipe can "
+                "do only after the loss is computed; call the pipe and loss.backward(), or cut "
+                "elsewhere"
+            )
+
+
+_NEVER = 1 << 62
 
 
 def _nodes(tensors: Iterable[Tensor]) -> list[Node]:

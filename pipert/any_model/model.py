@@ -2,10 +2,15 @@
 
 ``F[i,j]`` hands off its partition to a micro-batch thread. The other actions are as for layers that
 are called one by one.
+
+A thread holds the stack of one micro-batch whose ``forward`` is under way. It computes only while a
+worker hands off a partition to it, and waits otherwise, so no more threads compute than there are
+workers. They are started on demand, one for each micro-batch in flight, and reused.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -18,9 +23,9 @@ from torch import nn
 from pipert._typing import Value
 from pipert.any_model.current_partition import ModelRun
 from pipert.any_model.microbatch_forward import MicroBatchForward
-from pipert.any_model.microbatch_thread import MicroBatchThreads
 from pipert.any_model.model_layers import ModelLayers
 from pipert.any_model.shared_state import Inspection, SharedState
+from pipert.errors import PipeClosedError
 from pipert.layers.batchnorm import DeferredStats
 from pipert.layers.intercepted import calls_of, forget_devices, intercept, is_unseen, release
 from pipert.model.cuts import lookup
@@ -29,6 +34,90 @@ from pipert.stage.loss import StepFunction
 from pipert.stage.run import Run
 from pipert.stage.stage import Stage
 from pipert.stage.step import Step
+from pipert.workers.pool import Pool
+from pipert.workers.worker import Activity, WorkerThread
+
+
+class MicroBatchThread(WorkerThread):
+    """A thread that executes the ``forward`` of one micro-batch after another."""
+
+    def __init__(self, number: int) -> None:
+        name = f"pipert-microbatch-{number}"
+        super().__init__(name, torch.device("cpu"), Activity())
+        self.microbatch: MicroBatchForward | None = None
+
+    def stop(self) -> None:
+        """Stop the thread. Inside a ``forward``, it stops at its next wait. Thread-safe."""
+        super().stop()
+        microbatch = self.microbatch
+        if microbatch is not None:
+            microbatch.unwind()
+
+
+class MicroBatchThreads(Pool):
+    """The micro-batch threads of one pipe, which stops them when it is closed or collected.
+
+    One that is inside of a ``forward`` stops at its next wait.
+    """
+
+    _threads: list[Any]
+
+    def __init__(self) -> None:
+        super().__init__((), ())
+
+    def _reset(self) -> None:
+        super()._reset()
+        self._idle: list[MicroBatchThread] = []
+        self._numbers = itertools.count()
+
+    def serve(self, microbatch: MicroBatchForward) -> None:
+        """Hand ``microbatch`` to an idle thread, or to a new one. Thread-safe."""
+        self._reset_in_child()
+        try:
+            while microbatch.thread is None:
+                self._give(microbatch, self._take_idle() or self._start_new())
+        except BaseException as error:
+            microbatch.abandon(error)
+            raise
+
+    def _give(self, microbatch: MicroBatchForward, thread: MicroBatchThread) -> None:
+        microbatch.thread, thread.microbatch = thread, microbatch
+        if thread.in_queue.put(microbatch):
+            microbatch.thread = thread.microbatch = None
+            if self.closed:
+                raise PipeClosedError("the pipe was closed during the call")
+
+    def _take_idle(self) -> MicroBatchThread | None:
+        while self._idle:
+            try:
+                thread = self._idle.pop()  # atomic: no other caller gets it
+            except IndexError:
+                break
+            if thread.serves():
+                return thread
+        return None
+
+    def _start_new(self) -> MicroBatchThread:
+        for old in list(self._threads):
+            if old.in_queue.closed and not old.is_alive() and old in self._threads:
+                self._threads.remove(old)
+        thread = MicroBatchThread(next(self._numbers))
+        self._threads.append(thread)  # before it starts, so that it is always stopped
+        thread.start()
+        if self.closed:
+            thread.stop()
+        return thread
+
+    def release(self, microbatch: MicroBatchForward) -> None:
+        """Take back the thread of a micro-batch that has ended."""
+        thread = microbatch.thread
+        if not isinstance(thread, MicroBatchThread):
+            return
+        thread.microbatch = None
+        if microbatch.was_broken_off:
+            thread.stop()
+        else:
+            self._idle.append(thread)
 
 
 class AnyModel(Layered):
@@ -71,16 +160,16 @@ class AnyModel(Layered):
         self.layers.refuse_moved(run.devices)
         whole = None if stats is None else stats.partitions[0]
         model_run = ModelRun(run, self.module, self.layers, step, whole)
-        actions = ModelActions(model_run, self.threads)
-        stages = assemble(run, self, inputs, step, None, actions.forward)
+        forward = partial(_forward, model_run, self.threads)
+        stages = assemble(run, self, inputs, step, None, forward)
         for stage in stages:
             stage.layers.copies = model_run.parameters
-        model_run.draws = any(stage.layers.draws for stage in stages)
+        model_run.draws = run.seed.number is not None  # drawn for layers that might
         run.seed.draw()  # the model's own code may draw
         if run.plan.m > 1 and run.plan.n > 1 and self._shared.is_due():
-            inspection = Inspection(self._shared, self.layers.homes, model_run.called_in)
-            model_run.inspection = inspection
-        run.at_end = actions.finish
+            called = model_run.called_in
+            model_run.inspection = Inspection(self._shared, self.layers.homes, called)
+        run.at_end = partial(_finish, model_run)
         return stages
 
     def _refuse_changes(self) -> None:
@@ -115,35 +204,33 @@ def _end(threads: MicroBatchThreads, layers: Iterable[nn.Module]) -> None:
     release(layers)
 
 
-class ModelActions:
-    """Carries out the actions of one run."""
+def _forward(
+    model_run: ModelRun, threads: MicroBatchThreads, stage: Stage, i: int, x: Value
+) -> Value:
+    """Carry out ``F[i,j]``: hand off to micro-batch ``i``, which partition 0 starts."""
+    if stage.place.j == 0:
+        model_run.microbatches[i] = MicroBatchForward(model_run, i, x, threads.release)
+        threads.serve(model_run.microbatches[i])
+    microbatch: MicroBatchForward = model_run.microbatches[i]
+    worker: Any = threading.current_thread()
+    worker.executed_by = microbatch.thread
+    try:
+        return microbatch.hand_off(stage)
+    finally:
+        worker.executed_by = None
 
-    def __init__(self, model_run: ModelRun, threads: MicroBatchThreads) -> None:
-        self._model_run = model_run
-        self._threads = threads
-        self._microbatches: dict[int, MicroBatchForward] = {}
 
-    def forward(self, stage: Stage, i: int, x: Value) -> Value:
-        """Carry out ``F[i,j]``: hand off to micro-batch ``i``, which partition 0 starts."""
-        if stage.place.j == 0:
-            microbatch = MicroBatchForward(self._model_run, i, x, self._threads.release)
-            self._microbatches[i] = microbatch
-            self._threads.start(microbatch)
-        microbatch = self._microbatches[i]
-        worker: Any = threading.current_thread()
-        worker.executed_by = microbatch.thread
-        try:
-            return microbatch.hand_off(stage)
-        finally:
-            worker.executed_by = None
-
-    def finish(self) -> None:
-        """End each ``forward`` and wait for them, however the run ended (H3). In the caller."""
-        microbatches = list(self._microbatches.values())
+def _finish(model_run: ModelRun) -> None:
+    """End each ``forward`` and wait for them, however the run ended (H3). In the caller."""
+    microbatches: list[MicroBatchForward] = list(model_run.microbatches.values())
+    for microbatch in microbatches:
+        microbatch.unwind()
+    if model_run.run.outcome.is_settled():  # else it was given up
         for microbatch in microbatches:
-            microbatch.unwind()
-        if self._model_run.run.outcome.is_settled():  # else it was given up
-            for microbatch in microbatches:
-                microbatch.wait()
-        self._microbatches.clear()
-        self._model_run.clear()
+            microbatch.wait()
+    model_run.microbatches.clear()
+    model_run.inspection = None
+    if model_run.step is not None:
+        model_run.step.ledger.clear()
+    if not model_run.run.outcome.has_failed():
+        model_run.layers.warn_of_cuts()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import methodcaller
@@ -80,14 +81,19 @@ class ModelLayers(dict[nn.Module, ModelLayer]):
         """Those of torch whose own code computes nothing between its layers."""
         self.begun: set[int] = set()
         """The partitions that have begun with the call of their cuts."""
+        self._has_run = False
         self._called: set[nn.Module] = set()
         self._placed = dict[ModelLayer, int]()
         """For each layer whose first parameter is its own, the partition it is in."""
+        self._first = dict[ModelLayer, tuple[weakref.ref[nn.Module], str]]()
+        """The module that has that parameter, and its name there."""
         seen: set[int] = set()
         for layer in self.values():
-            tensor = next(layer.module.parameters(), None)
+            name, tensor = next(layer.module.named_parameters(), ("", None))
             if tensor is not None and id(tensor) not in seen:
+                owner, _, leaf = name.rpartition(".")
                 self._placed[layer] = layer.partition
+                self._first[layer] = weakref.ref(layer.module.get_submodule(owner)), leaf
             seen.update(map(id, layer.module.parameters()))
         self._used: set[int] = set()  # ids of the parameters and buffers of called layers
         first: dict[int, int] = {}  # for the id of each buffer, the first partition that has it
@@ -133,7 +139,10 @@ class ModelLayers(dict[nn.Module, ModelLayer]):
         return call(*brought[0], **dict(zip(kwargs, brought[1], strict=True)))
 
     def warn_of_cuts(self) -> None:
-        """Warn of cuts at which no partition has begun; called after the first run."""
+        """Warn, after the first run, of cuts at which no partition has begun."""
+        if self._has_run:
+            return
+        self._has_run = True
         cuts = {layer.begins: layer.name for layer in self.values() if layer.begins}
         if missing := [name for j, name in sorted(cuts.items()) if j not in self.begun]:
             warnings.warn(
@@ -142,7 +151,7 @@ class ModelLayers(dict[nn.Module, ModelLayer]):
                 "in the partition before it; give example=... to see the order of calls, or choose "
                 "other cuts",
                 UserWarning,
-                stacklevel=5,
+                stacklevel=2,
             )
 
     def refuse_moved(self, devices: Sequence[torch.device]) -> None:
@@ -152,11 +161,12 @@ class ModelLayers(dict[nn.Module, ModelLayer]):
             RuntimeError: someone has moved a layer, such as a trainer that is about to train.
         """
         with WithoutFunctions():  # an enclosing pipe would bring them to its current device
-            for layer, j in self._placed.items():
-                tensor = _first_parameter(layer.module)
-                if tensor is not None and tensor.device != devices[j] and not tensor.is_meta:
+            for layer, (owner, name) in self._first.items():
+                device, part = devices[self._placed[layer]], owner()
+                tensor = None if part is None else part._parameters.get(name)
+                if tensor is not None and tensor.device != device and not tensor.is_meta:
                     raise RuntimeError(
-                        f"{layer.name} has been moved from {devices[j]} to {tensor.device}, but "
+                        f"{layer.name} has been moved from {device} to {tensor.device}, but "
                         "the pipe computes it where it has put it; do not move the model of a pipe "
                         "(accelerate takes device_placement=False), or close the pipe first"
                     )
@@ -166,17 +176,6 @@ class ModelLayers(dict[nn.Module, ModelLayer]):
             for name, tensor in (*part._parameters.items(), *part._buffers.items()):
                 if tensor is not None and id(tensor) not in self._used:
                     move(part, name, device)
-
-
-def _first_parameter(module: nn.Module) -> nn.Parameter | None:
-    """Return the first of ``module.parameters()``, in a tenth of the time."""
-    for parameter in module._parameters.values():
-        if parameter is not None:
-            return parameter
-    for part in module._modules.values():
-        if part is not None and (found := _first_parameter(part)) is not None:
-            return found
-    return None
 
 
 def _is_in_place(layer: nn.Module) -> bool:

@@ -95,10 +95,6 @@ class Routed(NotCopied):
             self._signed = function, inspect.signature(plain)
         return self._signed[1]
 
-    @property
-    def __code__(self) -> Any:  # which torch.export reads before it calls
-        return self._plain().__code__
-
     def _plain(self) -> Any:
         return self.own or type(self._module).forward.__get__(self._module)
 

@@ -13,7 +13,6 @@ has been called, whose own affair they are.
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -81,11 +80,7 @@ class SharedState:
         paths = {module: path for root in self.roots for path, module in root.named_modules()}
         names = [repr(f"{paths.get(module, '?')}.{name}".lstrip(".")) for module, name, _ in new]
         more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-        module = self.roots[0] if len(self.roots) == 1 else new[0][0]
-        code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-        where = (code.co_filename, code.co_firstlineno) if code else ("<unknown>", 0)
-        named = text.format(", ".join(names[:5]) + more)
-        warnings.warn_explicit(named, SharedStateWarning, *where)
+        warnings.warn(text.format(", ".join(names[:5]) + more), SharedStateWarning, stacklevel=4)
         self._named.update(new)
 
     def end(self) -> None:
@@ -120,41 +115,34 @@ class Inspection:
         self, shared: SharedState, homes: dict[nn.Module, int], called: Collection[nn.Module]
     ) -> None:
         self._shared, self._homes, self._called = shared, homes, called
-        self._before: dict[_Key, Any] = {}  # when the first micro-batch began its partition
+        self._before = self._state()
         self._set: dict[_Key, Any] = {}  # by the first micro-batch
 
-    def begin(self, i: int, place: Place) -> None:
-        """Note the state before the first micro-batch runs a partition that ends at a cut."""
-        if i == 0 and not place.is_last:
-            self._before = self._state(place.j)
-
     def end(self, i: int, place: Place) -> None:
-        """Note what the first micro-batch has set at its cut; warn of what others set again."""
+        """Note what the first micro-batch has set at its cut; warn of what others set again.
+
+        Other micro-batches may be in layers of earlier partitions: what they set there temporarily
+        must not be taken for a change by the first one.
+        """
         if i == 0 and not place.is_last:
-            before, now = self._before, self._state(place.j)
+            before, now = self._before, self._state()
             own = {module for layer in list(self._called) for module in modules_of(layer)}
             for key in before | now:
                 if before.get(key) != now.get(key) and not (key[2] and key[0] in own):
-                    self._set.setdefault(key, now.get(key))
-            self._before = {}
+                    if self._homes.get(key[0], place.j) >= place.j:
+                        self._set.setdefault(key, now.get(key))
         elif i > 0:
             if found := list(self._set.items()):
-                now = self._state(0)
+                now = self._state()
                 self._shared.warn([k for k, first in found if now.get(k) != first], _SET_AGAIN)
             if place.is_last and i == place.m - 1:
                 self._shared.end()
 
-    def _state(self, j: int) -> dict[_Key, Any]:
-        """Take fingerprints of all attributes, except those of layers of earlier partitions.
-
-        Other micro-batches may be in those layers: what they set temporarily must not be taken for
-        a change by the first one.
-        """
+    def _state(self) -> dict[_Key, Any]:
+        """Take fingerprints of all attributes."""
         state = dict[_Key, Any]()
         with WithoutFunctions():  # which would take copies
             for module in modules_of(self._shared.roots[0]):
-                if self._homes.get(module, j) < j:
-                    continue
                 for name, value in _items(module):
                     state[module, name, False] = _fingerprint(value)
                 if isinstance(module, NormBase):  # counts its batches wherever it is called

@@ -29,7 +29,6 @@ Two rules hold for torch older than 2.13, and cost nothing elsewhere:
 from __future__ import annotations
 
 import atexit
-import contextlib
 import ctypes
 import sys
 import threading
@@ -44,7 +43,6 @@ from torch.overrides import has_torch_function
 
 from pipert import _torch
 from pipert._torch import run_backward
-from pipert.errors import UnsupportedTorchError
 
 _AT_EXIT = 1.0  # s; a thread is gone within milliseconds of its last line of Python
 _holders: set[int] = set()
@@ -96,10 +94,9 @@ if _torch.remove_object is not None:  # C alone: an interrupt cannot cut it shor
     set_thread_local, remove_thread_local = _torch.set_object, _torch.remove_object
 else:
     set_thread_local, remove_thread_local = _set_counted, _set_none
-    with contextlib.suppress(UnsupportedTorchError):  # raised again when a pipe is made
-        if _is_counted():
-            set_thread_local = _torch.set_object
-        remove_thread_local("pipert")
+    if _is_counted():
+        set_thread_local = _torch.set_object
+    remove_thread_local("pipert")
 
 
 def differentiate(

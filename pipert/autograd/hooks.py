@@ -23,9 +23,6 @@ Hooks = tuple[Hook, Hook] | None
 class DropSaved(partial[Any]):
     """A pack hook of pipert's. A ``partial``, so that it is C if the function it calls is."""
 
-    hooks: Hooks
-    """The caller's hooks, which a pipe inside a layer adopts."""
-
 
 def refuse(_: Any) -> Tensor:
     """Refuse to read a tensor that was not saved."""
@@ -37,17 +34,15 @@ def refuse(_: Any) -> Tensor:
 
 
 def hooks_of_caller() -> Hooks:
-    """Return the user's innermost saved-tensor hooks, skipping pipert's own.
+    """Return the user's innermost saved-tensor hooks; ``None`` for pipert's own.
 
-    A run that a layer starts in ``F[i,j]`` or ``R[i,j]`` adopts the user's hooks. Pipert's belong
-    to this task alone: the threads of the inner run would mix up their order, so its graph is kept
-    unchanged. The hooks of torch's checkpoint depend on order, too, and are refused.
+    Pipert's belong to a task alone: the threads of a run that a layer starts would mix up their
+    order, so its graph is kept unchanged. The hooks of torch's checkpoint depend on order, too, and
+    are refused.
     """
     hooks: Any = top_hooks(True)
-    if hooks is None:
+    if hooks is None or isinstance(hooks[0], DropSaved):
         return None
-    if isinstance(hooks[0], DropSaved):
-        return hooks[0].hooks
     if checkpoint_around() is not None:
         raise NestedCheckpointError(
             "a pipe was called inside torch.utils.checkpoint, which tells saved tensors apart by "

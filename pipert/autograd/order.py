@@ -123,16 +123,6 @@ def begin_numbers(after: int) -> int:
     return node_count()
 
 
-class _Anchor(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *xs: Tensor) -> Tensor:
-        return _EMPTY.detach()
-
-    @staticmethod
-    def backward(ctx: Any, _: Tensor) -> None:
-        raise AssertionError("no backward starts from an anchor")
-
-
 fork = applied(_Fork)
 """``token, *ys = fork(turn, token, *ys)``: takes a token out of ``ys``, which are all
 differentiable. A previous token that was not joined goes in, or ``None``. The turn is the number of
@@ -141,7 +131,7 @@ the micro-batch, or ``None``."""
 join = applied(_Join)
 """``xs = join(token, *xs)``: ties ``token`` into ``xs``, which are all differentiable."""
 
-_apply_enter, _apply_anchor = applied(_Enter), applied(_Anchor)
+_apply_enter = applied(_Enter)
 
 ENTERED: Any = type(enter((_EMPTY,))[0].grad_fn)
 """The class of the nodes that :func:`enter` creates."""
@@ -153,10 +143,5 @@ def edge_of(x: Tensor) -> GradientEdge:
     ``get_gradient_edge`` keeps the graph alive by a view, which sparse tensors do not support, and
     finds the leaf behind one, to which the class of ``x`` might add a node.
     """
-    if x.layout == torch.strided:
-        with WithoutFunctions():
-            return get_gradient_edge(x)
-    with torch.enable_grad():  # it is off in a backward
-        anchor: Any = _apply_anchor(x)
-    ((node, output),) = anchor.grad_fn.next_functions
-    return GradientEdge(node, output, anchor)  # the tensor, as a Python node keeps no graph alive
+    with WithoutFunctions():
+        return get_gradient_edge(x)

@@ -38,8 +38,11 @@ from torch.autograd.graph import GradientEdge, Node
 
 from pipert._torch import AccumulateGrad, backward_id, sequence_nr
 from pipert.autograd.engine import differentiate
-from pipert.autograd.leaves import Reachable
+from pipert.autograd.leaves import Reachable, find_leaves
 from pipert.batch.tensors import alone, version, versions
+
+Differentiate = Callable[[Sequence[Any], Sequence[Any], Sequence[Tensor]], Sequence[Tensor | None]]
+"""Returns the gradients of its second argument, given the first and the gradients of that."""
 
 
 class LeafPath(NamedTuple):
@@ -250,20 +253,21 @@ class DeferredGradients:
         """For each, where the way to it begins."""
         self._compute, self.x, self._versions = use.compute, use.x, versions((use.x,))
         self.dy: Tensor  # once the backward has ended
-        self._seen: dict[int | None, tuple[Tensor, int] | None] = {}  # by number of the backward
+        self._seen: dict[int, tuple[Tensor, int] | None] = {}  # by number of the backward
         self._handle = use.node.register_prehook(self._see)  # after all others
 
     def _see(self, dys: Sequence[Tensor | None]) -> None:
         self._seen[backward_id()] = _kept(dys[0])
 
-    def end(self, number: int | None, captured: Tensor | None) -> bool:
-        """Return whether the backward of this number has left anything to do.
+    def end(self, numbers: Sequence[int], captured: Tensor | None) -> bool:
+        """Return whether the backward, whose number is the first one, has left anything to do.
 
         ``captured`` is what the engine returned: if it did not execute the node, hooks on tensors
         have seen that, and there are no others. From now on no node that saves tensors is held.
         """
         self._handle.remove()
-        dy = self._seen[number] if number in self._seen else _kept(captured)
+        dy = self._seen.get(numbers[0]) if numbers else None
+        dy = dy or _kept(captured)
         self._seen = {}
         if dy is None:
             return False
@@ -294,49 +298,68 @@ def _kept(tensor: Tensor | None) -> tuple[Tensor, int] | None:
     return tensor, version(tensor)
 
 
-class WeightDeferral:
-    """What one backward puts off.
+def defer_weights(
+    ys: Sequence[GradientEdge],
+    xs: Sequence[Any],
+    dys: Sequence[Tensor],
+    reachable: Reachable,
+    later: list[DeferredGradients],
+    run: Differentiate = differentiate,
+) -> tuple[Sequence[Tensor | None], list[Tensor]]:
+    """Run a backward that puts off gradients of weights.
 
     Args:
-        behind: the graph, which has not been freed.
-        ends: the nodes at which its backward starts.
+        ys: where it starts.
+        xs: edges or leaves whose gradients are wanted now.
+        dys: the gradients of ``ys``.
+        reachable: the graph behind ``ys``, which has not been freed.
+        later: gets what is put off.
+        run: runs the backward.
+
+    Returns:
+        The gradients of ``xs`` and of leaves that are not put off, and these leaves.
     """
+    uses = find_uses(reachable, [y.node for y in ys])
+    deferred = list(map(DeferredGradients, uses))
+    put_off = {id(leaf) for one in deferred for leaf in one.leaves}
+    leaves = [leaf for leaf in reachable.leaves if id(leaf) not in put_off]
+    if not uses:
+        return run(ys, (*xs, *leaves), dys), leaves
+    own = torch.empty(0, device=dys[0].device, requires_grad=True)  # V3
+    with torch.enable_grad():
+        begin: Any = own.view_as(own)
+    numbers = list[int]()
+    begin.grad_fn.register_prehook(lambda _: numbers.append(backward_id()))
+    nodes = [GradientEdge(use.node, 0) for use in uses]
+    wanted = (*xs, *leaves, *nodes, own)  # nodes, so that the engine goes there
+    found: Sequence[Tensor | None] = (None,) * len(wanted)
+    try:
+        found = run((begin, *ys), wanted, (own.detach(), *dys))  # last, it might meet y's node
+    finally:
+        captured = found[-1 - len(nodes) : -1]
+        pairs = zip(deferred, captured, strict=True)
+        later += [one for one, dy in pairs if one.end(numbers, dy)]
+    return found[: -1 - len(nodes)], leaves
 
-    def __init__(self, reachable: Reachable, ends: Sequence[Node]) -> None:
-        uses = find_uses(reachable, ends)
-        self._later = list(map(DeferredGradients, uses))
-        put_off = {id(leaf) for later in self._later for leaf in later.leaves}
-        self.leaves = [leaf for leaf in reachable.leaves if id(leaf) not in put_off]
-        """The leaves that are left."""
-        self._nodes = [GradientEdge(use.node, 0) for use in uses]
-        self._number: int | None = None
 
-    def differentiate(
-        self, run: Any, wanted: Sequence[Any], ys: Sequence[Any], dys: Sequence[Tensor]
-    ) -> tuple[Sequence[Tensor | None], list[DeferredGradients]]:
-        """Run the backward by ``run(wanted, ys, dys)``.
+def differentiate_recomputed(
+    later: list[DeferredGradients] | None,
+    node: Any,
+    ys: Sequence[GradientEdge],
+    wanted: Sequence[Any],
+    dys: Sequence[Tensor],
+) -> Sequence[Tensor | None]:
+    """Return the gradients of what a segment began with, in the backward of a step.
 
-        Returns:
-            The gradients of ``wanted``, and what is left to do.
-        """
-        if not self._later:
-            return run(wanted, ys, dys), []
-        leaf = torch.empty(0, device=dys[0].device, requires_grad=True)  # V3
-        with torch.enable_grad():
-            own = leaf.view_as(leaf)
-        own.grad_fn.register_prehook(self._begin)  # type: ignore[union-attr]
-        every = (*wanted, *self._nodes, leaf)  # asked for, so that the engine goes there
-        found: Sequence[Tensor | None] = (None,) * len(every)
-        try:
-            found = run(every, (own, *ys), (leaf.detach(), *dys))  # last, it might meet y's node
-        finally:
-            self._nodes.clear()
-            pairs = zip(self._later, found[len(wanted) : -1], strict=True)
-            left = [later for later, dy in pairs if later.end(self._number, dy)]
-        return found[: len(wanted)], left
-
-    def _begin(self, _: object) -> None:
-        self._number = backward_id()
+    Without those that are put off; none is if hooks see what the segment's ``node`` returns.
+    """
+    if later is None or not is_free_of_hooks(node):
+        return differentiate(ys, wanted, dys)
+    xs = [one for one in wanted if not isinstance(one, Tensor)]
+    reachable = find_leaves([y.node for y in ys], stop={x.node for x in xs})
+    found, leaves = defer_weights(ys, xs, dys, reachable, later)
+    gradients = dict(zip(map(id, (*xs, *leaves)), found, strict=True))
+    return [gradients.get(id(one)) for one in wanted]
 
 
 def compute_deferred(later: list[DeferredGradients]) -> tuple[list[Tensor], list[Tensor | None]]:

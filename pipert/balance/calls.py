@@ -43,17 +43,10 @@ from pipert.balance.measure import (
     weights_of,
     without,
 )
-from pipert.batch.microbatch import Arguments, explain_example, scatter
+from pipert.batch.microbatch import Arguments, scatter
 from pipert.batch.tensors import differentiable, tensors_of
 from pipert.layers.modules import check_initialised
-from pipert.model.calls import (
-    Gathering,
-    KeepingParameters,
-    intercepted,
-    keeping_parameters,
-    settled,
-    unchanged,
-)
+from pipert.model.calls import Gathering, intercepted, settled, unchanged
 from pipert.model.devices import default_devices, parse_devices, where_tensors_are
 from pipert.model.settings import check_chunks
 from pipert.model.split import check_module
@@ -82,14 +75,9 @@ class _Round:
 
 
 @contextlib.contextmanager
-def _unchanged(model: nn.Module, device: torch.device) -> Iterator[KeepingParameters]:
-    with (
-        unchanged(model, device),
-        torch.inference_mode(False),
-        torch.enable_grad(),
-        keeping_parameters(model) as keeping,
-    ):
-        yield keeping
+def _unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
+    with unchanged(model, device), torch.inference_mode(False), torch.enable_grad():
+        yield
 
 
 def measure_layers(
@@ -101,7 +89,7 @@ def measure_layers(
     where = measuring_device(device, module)
     named = [(name, layer) for name, layer in module._modules.items() if layer is not None]
     current, stashed, costs = _Round(where, measure), Skips(), list[Cost]()
-    with _unchanged(module, where) as keeping, keeping.paused():
+    with _unchanged(module, where):
         value = current.storages.copied(settled(value, where))
         for name, layer in named:
             keys = keys_of(nn.Sequential(layer))
@@ -140,7 +128,7 @@ def measure_calls(
     calls = _Calls(model, layers, begins, _Round(device, measure), made_by)
     elsewhere = any(t.device != device for t in (*model.parameters(), *model.buffers()))
     with (
-        _unchanged(model, device) as calls.keeping,
+        _unchanged(model, device),
         collecting_saved(calls.saved),
         intercepted(layers.values(), calls),
         calls.gathering if elsewhere else contextlib.nullcontext(),
@@ -148,12 +136,8 @@ def measure_calls(
         args, kwargs = settled(example, device)
         calls.note((args, kwargs), set())
         calls.begin_own_code()
-        try:
-            output = model(*args, **kwargs)
-            then(output)
-        except TypeError as error:
-            explain_example(error, model, Arguments(args, kwargs))
-            raise
+        output = model(*args, **kwargs)
+        then(output)
         calls.end_own_code(output)
     return calls.costs()
 
@@ -163,8 +147,6 @@ _FIRST = "."  # stands for the first block, until it begins
 
 class _Calls:
     """Measures one forward of the model; its layers go backward one by one."""
-
-    keeping: KeepingParameters
 
     def __init__(
         self,
@@ -234,7 +216,7 @@ class _Calls:
             self._found[name] = self._found.pop(_FIRST, [])
         self._upstream.setdefault(name, upstream)
         # Without the hooks of a checkpoint around layers.
-        with self.gathering.paused(), self.keeping.paused(), without_hooks():
+        with self.gathering.paused(), without_hooks():
             cost, output = self._round.call(name, module, Carried(arguments, {}))
         self._found[self._block].append(cost)
         self.note(output, upstream | {name})

@@ -25,10 +25,9 @@ from torch import Tensor, nn
 from pipert._torch import weak_storage
 from pipert._typing import Value
 from pipert.any_model.checkpointed_calls import objects_in, refuse_changes
-from pipert.autograd.engine import differentiate
 from pipert.autograd.leaves import find_leaves
 from pipert.autograd.order import edge_of
-from pipert.autograd.weight_gradients import DeferredGradients, WeightDeferral, compute_deferred
+from pipert.autograd.weight_gradients import DeferredGradients, compute_deferred, defer_weights
 from pipert.batch.tensors import differentiable, tensors_of
 from pipert.model.calls import settled
 from pipert.skip.store import Carried, Store, of_task, parts_of
@@ -312,14 +311,9 @@ def _defer(
 ) -> list[DeferredGradients]:
     """Differentiate a layer, except for the gradients that can be deferred; return these."""
     edges = [edge_of(root) for root in roots]
-    nodes = [edge.node for edge in edges]
-    put_off = WeightDeferral(find_leaves(nodes), nodes)
-    wanted = [*differentiable(inputs)[0], *put_off.leaves]
-
-    def run(wanted: Sequence[Any], ys: Sequence[Any], dys: Sequence[Tensor]) -> Any:
-        return differentiate(ys, wanted, dys)
-
-    return put_off.differentiate(run, wanted, edges, ones)[1]
+    later, reachable = list[DeferredGradients](), find_leaves([edge.node for edge in edges])
+    defer_weights(edges, differentiable(inputs)[0], ones, reachable, later)
+    return later
 
 
 def weights_of(module: nn.Module) -> dict[str, Any]:

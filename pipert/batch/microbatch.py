@@ -115,29 +115,6 @@ def explain_mapping(error: BaseException, value: Value, function: Callable[..., 
             error.add_note("the model got a dict as its one argument; to pass the entries: **batch")
 
 
-def explain_example(error: TypeError, model: Any, example: Arguments) -> None:
-    """Add how the arguments in an example are given."""
-    if isinstance((*example.args, None)[0], list):
-        error.add_note("a list is one argument; positional arguments are a tuple: example=(x,)")
-    if example.kwargs:
-        explain_keywords(error, model)
-
-
-def explain_keywords(error: TypeError, model: Any, own: Sequence[str] = ()) -> None:
-    """Add where a keyword comes from that ``model``, or a first layer, does not take.
-
-    That is a call with keywords of its ``own``; without, a dict: an example, or a micro-batch.
-    """
-    forward = f"{type(model).forward.__qualname__}() got an unexpected keyword argument"
-    if str(error).startswith(forward):
-        error.add_note(
-            f"keywords other than {', '.join(own)} go to the model"
-            if own
-            else "the entries of a dict are keyword arguments; if the model takes the dict itself, "
-            "as its one positional argument, give (batch,) in place of batch"
-        )
-
-
 def ready(microbatches: Iterable[Any], what: str = "microbatches") -> Iterator[Any]:
     """Yield the caller's micro-batches, or their targets, with their containers rebuilt.
 

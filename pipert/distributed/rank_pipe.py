@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from pipert._torch import NormBase, refuse_unsupported
+from pipert._torch import NormBase
 from pipert._typing import Device, Value
 from pipert.distributed.rank_messages import RankPlace
 from pipert.distributed.rank_parameters import SharedParameters, check_tied, norm_of_all, tie
@@ -27,15 +27,14 @@ from pipert.distributed.rank_reports import RankSettings
 from pipert.distributed.rank_run import RankParts, RankRuntime, check_schedule, ranks_of
 from pipert.distributed.rank_stage import StageModule
 from pipert.layers.batchnorm import check_batch_norm
-from pipert.layers.place import last_layer
 from pipert.model.settings import check_checkpoint, check_chunks
-from pipert.model.split import check_balance, check_module, require_balance, sequential, split
+from pipert.model.split import check_balance, check_module, sequential, split
 from pipert.observe.event import Observer
+from pipert.observe.timeline import Timeline
 from pipert.skip.declarations import keys_of, verify_skippables
 from pipert.stage.loss import LossFunction, own_loss
 from pipert.stage.loss_checks import StepCall
 from pipert.status import Statistics
-from pipert.timeline.timeline import Timeline, record
 
 __all__ = ["Pipe"]
 
@@ -164,11 +163,11 @@ class RankPipe(nn.Module):
     def record(self) -> AbstractContextManager[Timeline]:
         """Record this rank's tasks in the block: for a picture or a trace, not for a report."""
         n, device = len(self._runtime.site.homes), self._runtime.site.device
-        return record(self._runtime.trace, [device] * n, [0] * n)
+        return self._runtime.trace.record([device] * n, [0] * n)
 
     def statistics(self) -> Statistics:
         """Return this rank's counts of runs, as :meth:`pipert.Pipe.statistics` does."""
-        return Statistics(**self._runtime.trace.read(), workers=())
+        return self._runtime.trace.statistics()
 
     def add_observer(self, observer: Observer) -> None:
         """Tell ``observer`` about this rank's runs and tasks from now on."""
@@ -275,8 +274,7 @@ class Pipe(RankPipe):
         with site.agreement.agreeing() as layouts:
             check_module(module)
             verify_skippables(module)
-            balance = require_balance(balance)
-            check_balance(module, balance)
+            balance = check_balance(module, balance)
             check_batch_norm(module, deferred_batch_norm, stacklevel=3)
             given = chunks, schedule, checkpoint, deferred_batch_norm
             self._settings = check_settings(*given, len(balance), len(site.ranks))
@@ -301,6 +299,7 @@ def check_settings(
     """Check the settings of a pipe with ``n`` partitions, and fill in defaults."""
     default = "except_last" if schedule == "gpipe" else "never"
     chosen = check_checkpoint(checkpoint) or default
+    assert isinstance(chosen, str)
     name = check_schedule(schedule, n, ranks, chosen)
     return RankSettings(check_chunks(chunks), chosen, name, bool(deferred))
 
@@ -313,7 +312,6 @@ def parts_of(
     device: torch.device,
 ) -> RankParts:
     """Split a model, and move only this rank's partitions to its device."""
-    refuse_unsupported()
     counts = Counter(p for home in module.modules() for p in home._parameters.values())
     if any(count > 1 and p is not None and p.is_meta for p, count in counts.items()):
         raise ValueError(
@@ -331,10 +329,9 @@ def parts_of(
     me = ranks.index(dist.get_rank())
     own = [(j, part) for j, part in enumerate(partitions) if placement[j] == me]
     modules = {j: _placed(part, device) for j, part in own}
-    before = ["", *map(last_layer, partitions)]
     numbers = {key: number for number, key in enumerate(keys_of(module))}
     skips = [{numbers[key]: key for key in keys_of(part)} for part in partitions]
-    return RankParts(None, placement, modules, skips, before, shared, layout_of(module))
+    return RankParts(None, placement, modules, skips, shared, layout_of(module))
 
 
 def shared_of(

@@ -183,7 +183,7 @@ class ModulePipe(RankPipe):
             cuts.layers, replayed.layers, replayed.uses, own, model.training, StageModule
         )
         n, shared = cuts.n, shared_of(replayed.uses, placement, ranks)
-        parts = RankParts(replayed, placement, modules, [{}] * n, [""] * n, shared, self._layout)
+        parts = RankParts(replayed, placement, modules, [{}] * n, shared, self._layout)
         self.__dict__["module"] = model
         tree = own_tree(model, here, called, others)
         self._parameters, self._buffers, self._modules = (

@@ -33,13 +33,12 @@ from pipert.distributed.rank_reports import RankSettings, check, prepare, share
 from pipert.distributed.rank_stage import RankBatch, RankPartition, RankStage, StageModule
 from pipert.distributed.replay_model import ReplayLayers, ReplayModel
 from pipert.layers.batchnorm import DeferredStats
-from pipert.layers.call import Layers, RandomLayers
+from pipert.layers.call import Layers
 from pipert.layers.place import Place
 from pipert.layers.random_numbers import RunSeed, draws
 from pipert.observe.run_trace import Trace
 from pipert.schedules.plan import plan, plan_call, recomputed
-from pipert.skip import store
-from pipert.skip.namespace import Key
+from pipert.skip.store import Key, of_task
 from pipert.stage.loss_checks import LossChecks, StepCall
 from pipert.stage.step import Step
 from pipert.stage.step_boundary import leaf_inputs
@@ -60,8 +59,6 @@ class RankParts(NamedTuple):
     """This rank's partitions, by number."""
     skips: Sequence[Mapping[int, Key]]
     """For each partition, the skips that it stashes and pops, by numbers that ranks agree on."""
-    before: Sequence[str]
-    """For each partition, the description of the layer before it, for errors."""
     shared: SharedParameters
     layout: int
     """A checksum of the names, shapes and dtypes of all the model's parameters."""
@@ -109,7 +106,8 @@ class RankRuntime:
         first = site.agreement.of(site.homes[0], reports)
         arrived = share(site, inputs) if inputs_of == "shared" else None
         m, n = len(first.sizes), len(site.homes)
-        seed = RunSeed(first.seed)  # on all ranks, whatever fails
+        seed = RunSeed()
+        seed.draw(first.seed)  # on all ranks, whatever fails
         planned = plan("gpipe", m, n) if is_step else plan_call(m, n, range(n))
         earlier, stats = None, None
         with self.trace.open(planned) as trace:
@@ -128,7 +126,7 @@ class RankRuntime:
                     if step is not None:
                         step.loss.targets = leaves[len(inputs) :]
                     context = CallerContext([site.device] if site.device.type == "cuda" else [])
-                    context.set_variable(store.of_task, store.NEW)
+                    context.set_variable(of_task, None)
                     batch = RankBatch(
                         m, sizes, leaves[: len(inputs)],
                         recomputed(settings.checkpoint, m) if is_step else 0,
@@ -159,13 +157,12 @@ class RankRuntime:
         """Make the objects that compute this rank's partitions in this mini-batch."""
         n = len(self.site.homes)
         for k, (j, module) in enumerate(self.parts.modules.items()):
-            place = Place(j, n, batch.m, self.site.device, self.parts.before[j])
+            place = Place(j, n, batch.m, self.site.device)
             skips = self.parts.skips[j]
-            about = module, place, batch.context, bool(skips), batch.trace, batch.effects
             draws_loss = place.is_last and batch.step is not None and batch.step.loss.draws
-            layers: Any = Layers(*about)
-            if draws_loss or draws(module):
-                layers = RandomLayers(batch.seed, *about)
+            about = place, batch.context, bool(skips), batch.trace, batch.effects
+            seed = batch.seed if draws_loss or draws(module) else None
+            layers: Any = Layers(module, *about, seed)
             if self.parts.replayed is not None:
                 layers = ReplayLayers(self.parts.replayed, place, layers, batch)
             own_stats = None if stats is None else stats.partitions[k]

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,10 +22,10 @@ from torch.distributed.pipelining import PipelineStage
 
 from pipert._torch import hooks_on_grad
 from pipert._typing import Tensors, Value
-from pipert.autograd.engine import differentiate
 from pipert.autograd.leaves import find_leaves
 from pipert.autograd.order import ENTRANCE, edge_of, join
-from pipert.autograd.weight_gradients import DeferredGradients, WeightDeferral, compute_deferred
+from pipert.autograd.streams import CopyStreams
+from pipert.autograd.weight_gradients import DeferredGradients, compute_deferred, defer_weights
 from pipert.batch.tensors import differentiable, tensors_of
 from pipert.distributed.rank_messages import FAILED, Arrived, Parcel, RankPlace, pack, transfers
 from pipert.layers.batchnorm import PartitionStats
@@ -36,8 +35,7 @@ from pipert.observe.run_trace import RunTrace
 from pipert.recompute.effects import Effects
 from pipert.recompute.public import microbatch
 from pipert.schedules.action import BACKWARD, FORWARD, Action
-from pipert.skip.namespace import Key
-from pipert.skip.store import Carried
+from pipert.skip.store import Carried, Key
 from pipert.stage.actions import compute
 from pipert.stage.shared_memory import Shared
 from pipert.stage.step import Step, detached
@@ -86,7 +84,7 @@ class RankBatch:
     """Those of an evaluation."""
     sent: list[dist.Work | None] = field(default_factory=list)
     """Headers on their way."""
-    effects: Effects = field(default_factory=partial(Effects, at_end=True))
+    effects: Effects = field(default_factory=lambda: Effects(True, CopyStreams()))
     failure: tuple[BaseException, Action | None] | None = None
     """The first error on this rank, and the action that raised it."""
     records: list[Any] = field(default_factory=list)
@@ -383,13 +381,11 @@ def _differentiate_inputs(
     """Return the gradients of what came in; add those of weights that cannot be put off."""
     pairs = [(y, dy) for y, dy in zip(ys, dys, strict=True) if y.requires_grad and dy is not None]
     edges = [edge_of(y) for y, _ in pairs]
-    ends, count = [edge.node for edge in edges], len(kept.xs)
-    deferral = WeightDeferral(find_leaves(ends, [*kept.xs, ENTRANCE]), ends)
-    run = lambda wanted, ys, dys: differentiate(ys, wanted, dys)  # noqa: E731
-    given = (*kept.xs, *deferral.leaves), edges, [dy for _, dy in pairs]
-    found, kept.deferred = deferral.differentiate(run, *given)
-    _accumulate(deferral.leaves, found[count:])
-    return found[:count]
+    reachable = find_leaves([edge.node for edge in edges], [*kept.xs, ENTRANCE])
+    given = [dy for _, dy in pairs]
+    found, leaves = defer_weights(edges, kept.xs, given, reachable, kept.deferred)
+    _accumulate(leaves, found[len(kept.xs) :])
+    return found[: len(kept.xs)]
 
 
 def _accumulate(leaves: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:

@@ -122,7 +122,9 @@ class ReplayModel:
 
         A model that is refused leaves its buffers and the inputs unchanged.
         """
-        own, events = RunSeed(seed), RunSeed(seed)
+        own, events = RunSeed(), RunSeed()
+        for run in (own, events):
+            run.draw(seed)
         for run in (events, own):  # the other way round than they drew
             run.settle()
 

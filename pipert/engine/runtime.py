@@ -38,7 +38,7 @@ from pipert.model.devices import refuse_data_parallel, refuse_gradients_of_rows
 from pipert.observe.run_trace import RunTrace, Trace
 from pipert.schedules.action import RECOMPUTE
 from pipert.schedules.plan import Plan, plan_call
-from pipert.skip import store
+from pipert.skip.store import of_task
 from pipert.stage.assembly import Layered
 from pipert.stage.run import Run
 from pipert.stage.step import Step
@@ -228,7 +228,7 @@ class Runtime:
         if plan.m > 1 and context.grad_enabled:
             refuse_gradients_of_rows(self.model.partitions)
         context.set_variable(_inside, (*_inside.get(), self._identity))
-        context.set_variable(store.of_task, store.NEW)
+        context.set_variable(of_task, None)
         if on_cuda:
             self._streams.follow_the_caller(on_cuda)
         seed = RunSeed() if seed is None else seed
@@ -247,7 +247,10 @@ class Runtime:
         run = posting.run
         try:
             with paused():
-                self.waiting.execute(posting, timeout)
+                try:
+                    self.waiting.execute(posting, timeout)
+                finally:
+                    run.seed.is_over = True  # or this thread waits for the generator of a stuck one
         finally:  # each, whatever interrupts another
             try:
                 run.end()
@@ -274,7 +277,7 @@ class Runtime:
 
     def statistics(self) -> Statistics:
         """Return what has happened so far, and what the workers are doing. Thread-safe."""
-        return Statistics(**self.trace.read(), workers=self.waiting.workers())
+        return self.trace.statistics(self.waiting.workers())
 
     def close(self, timeout: float | None = None) -> None:
         """End the threads; join them unless called inside a task of this runtime.

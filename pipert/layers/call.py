@@ -22,9 +22,9 @@ from pipert.errors import add_note
 from pipert.layers.compiling import call_compiled, is_compiled
 from pipert.layers.parameter_copies import ParameterCopies
 from pipert.layers.place import Place, describe_layer
-from pipert.layers.random_numbers import RunSeed, TaskRng, current_task
+from pipert.layers.random_numbers import RunSeed, TaskRng
 from pipert.observe.run_trace import RunTrace
-from pipert.recompute.effects import Effect, Effects
+from pipert.recompute.effects import Effects
 from pipert.recompute.public import is_recomputing, microbatch, recompute_here
 from pipert.recompute.segment import Segments
 from pipert.recompute.snapshot import ParameterVersions
@@ -46,13 +46,11 @@ class Layers:
         has_skips: whether the partition stashes or pops any. If so, values are ``Carried``.
         trace: counts and shows recomputations.
         effects: gets what recomputations return.
+        seed: the run's, if any of the layers might draw: tasks have random numbers of their own.
     """
 
-    draws = False
-    """Whether tasks have random numbers of their own."""
-
     __slots__ = (
-        "_calls", "_context", "_effects", "_layers", "_partition", "_place", "_snapshot",
+        "_calls", "_context", "_effects", "_layers", "_partition", "_place", "_seed", "_snapshot",
         "_trace", "copies", "has_skips",
     )  # fmt: skip
 
@@ -64,6 +62,7 @@ class Layers:
         has_skips: bool,
         trace: RunTrace,
         effects: Effects,
+        seed: RunSeed | None = None,
     ) -> None:
         self._partition = partition
         self._layers = list(partition)
@@ -72,6 +71,9 @@ class Layers:
         self.has_skips = has_skips
         self._trace = trace
         self._effects = effects
+        self._seed = seed
+        if seed is not None:
+            seed.draw()
         self.copies: ParameterCopies | None = None
         """The copies that layers compute with, of parameters that live on other devices."""
         self._snapshot: ParameterVersions | None = None
@@ -90,10 +92,9 @@ class Layers:
         if self._snapshot is None:
             self._snapshot = ParameterVersions(self._partition)
             begin_numbers(first_node)
-        effect, copies = partial(Effect, self._effects, self._place, i), self.copies
+        compare, copies = partial(self._effects.compare, self._place, i), self.copies
         used = tuple if copies is None else partial(copies.of_partition, self._place.j)
-        hooks = self._context.saved_tensor_hooks
-        return Segments(partial(self._replay, i), effect, hooks, used)
+        return Segments(partial(self._replay, i), compare, used)
 
     def forward(
         self, i: int, segments: Segments | None, value: Value, watch: Watch | None = None
@@ -106,9 +107,13 @@ class Layers:
             value: the input.
             watch: calls its first argument, which computes layers, with the second.
         """
-        if segments is None and watch is None:
-            value = self._compute(i, 0, None, value)
-        else:
+        rng = None
+        if self._seed is not None:
+            action = Action(FORWARD, i, self._place.j)
+            rng = TaskRng(self._seed, action, self._place.device)
+        elif segments is None and watch is None:
+            return self._compute(i, 0, None, value)
+        with NOTHING if rng is None else rng:
             exempt = self._snapshot.exempt if segments is not None and self._snapshot else set()
             for start, stop in self._parts(exempt) if exempt else ((0, len(self._layers)),):
                 compute: Compute = partial(self._compute, i, start, stop)
@@ -117,12 +122,11 @@ class Layers:
                 if segments is None or self._layers[start] in exempt:
                     value = first(value)
                 else:
-                    rng = current_task() if self.draws else None
                     drawing = None if rng is None else rng.replay_from_here()
                     rest = list(self._partition._modules.items())[stop:]
                     name = f"the input of {describe_layer(*rest[0])}" if rest else ""
                     value = segments.call(name, first, compute, drawing, value, copies=True)
-        return value
+            return value
 
     def _parts(self, exempt: set[nn.Module]) -> Iterator[tuple[int, int]]:
         """Yield from which layer to which chains go that are exempt as a whole, or are not."""
@@ -135,11 +139,9 @@ class Layers:
     def _compute(self, i: int, start: int, stop: int | None, value: Value) -> Value:
         """Compute some of the layers, one after the other."""
         buffers = self._snapshot.buffers if self._snapshot and recompute_here.get() else {}
-        store = None
         if self.has_skips:
             value, skips = value
-            store = Store(skips)
-            of_task.set(store)
+            of_task.set(store := Store(skips))
         done = start
         try:
             for layer, call in zip(self._layers[start:stop], self._calls[start:stop], strict=True):
@@ -152,13 +154,10 @@ class Layers:
                 else:
                     value = call(value)
                 done += 1
-            return value if store is None else Carried(value, store.skips())
+            return Carried(value, store.skips()) if self.has_skips else value
         except BaseException as error:
             add_note(error, partial(self._note_of_layer, i, done, value))
             raise
-        finally:
-            if store is not None:
-                store.clear()
 
     def recomputes(self, layer: nn.Module) -> bool:
         """Whether ``layer``, maybe of another partition, is recomputed; if so, record it."""
@@ -216,37 +215,13 @@ class Layers:
         """Return the note for an error that ``layer`` raised: where it was, and its input."""
         given = args[0] if len(args) == 1 and not kwargs else (*args, kwargs) if kwargs else args
         where = self._place.describe(self._current_action(i), f", {layer}")
-        moved = "; the model was moved to 'meta': make a new pipe of one with values"
-        is_moved = any([weight.is_meta for weight in self.parameters()])
-        return f"{where}, input {describe(given)}{moved * is_moved}"
+        return f"{where}, input {describe(given)}"
 
     def _current_action(self, i: int) -> Action:
         return Action(RECOMPUTE if is_recomputing() else FORWARD, i, self._place.j)
 
     def _note_of_layer(self, i: int, done: int, value: Value) -> str:
-        layers = [describe_layer(*item) for item in self._partition._modules.items()]
+        layers = [*self._partition._modules.items()]
         if done == len(layers):  # an interrupt after the last one
             return self._place.describe(self._current_action(i))
-        note = self.note_of_call(i, layers[done], (value,), {})
-        before = layers[done - 1] if done else self._place.before
-        if value is not None or not before:
-            return note
-        return f"{note}, because {before} returned None; does it lack a return?"
-
-
-class RandomLayers(Layers):
-    """Layers that might draw, in a run whose tasks have random numbers of their own."""
-
-    draws = True
-
-    __slots__ = ("_seed",)
-
-    def __init__(self, seed: RunSeed, *args: Any) -> None:
-        super().__init__(*args)
-        self._seed = seed
-        seed.draw()
-
-    def forward(self, i: int, *args: Any) -> Value:
-        place = self._place
-        with TaskRng(self._seed, Action(FORWARD, i, place.j), place.device):
-            return super().forward(i, *args)
+        return self.note_of_call(i, describe_layer(*layers[done]), (value,), {})

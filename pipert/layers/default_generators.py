@@ -20,7 +20,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Iterator
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,20 +29,9 @@ from pipert._torch import backward_id
 _CHECK = 0.5  # s; how often whoever waits looks whether a task still counts
 
 
-class User(Protocol):
-    """A task that draws."""
-
-    device: torch.device
-    is_backward: bool
-    """Whether all that it does is to wait for autograd."""
-
-    @property
-    def is_given_up(self) -> bool:
-        """Whether nobody waits for it any more."""
-
-
 class _Use(NamedTuple):
-    user: User
+    user: Any
+    """The task that draws, a ``TaskRng``."""
     thread: threading.Thread
     before: torch.Tensor
     """The generator's state."""
@@ -59,7 +48,7 @@ class DefaultGenerator:
         self._changed = threading.Condition()
         self._uses: list[_Use] = []  # the last one draws
 
-    def enter(self, user: User) -> None:
+    def enter(self, user: Any) -> None:
         """Wait for others (G1, G2)."""
         with self._changed:
             if any([use.user is user for use in self._uses]):  # an interrupt came after it entered
@@ -71,7 +60,7 @@ class DefaultGenerator:
             thread, before = threading.current_thread(), self.generator.get_state()
             self._uses.append(_Use(user, thread, before))
 
-    def leave(self, user: User) -> torch.Tensor | None:
+    def leave(self, user: Any) -> torch.Tensor | None:
         """Put the state from before back; return the one that the user leaves.
 
         Returns ``None`` if it does not use the generator.
@@ -85,14 +74,14 @@ class DefaultGenerator:
                 self._changed.wait(_CHECK)
         return None
 
-    def _is_free_for(self, user: User) -> bool:
+    def _is_free_for(self, user: Any) -> bool:
         last = self._last_user()
         if last is None:
             return True
         in_its_backward = last.is_backward and last.device == user.device
         return in_its_backward and user.device.type == "cuda" and backward_id() >= 0
 
-    def _last_user(self) -> User | None:
+    def _last_user(self) -> Any:
         """Return the user that draws now (G3)."""
         while self._uses and not _counts(self._uses[-1]):
             self._drop_last()

@@ -30,16 +30,6 @@ class Interceptor(Protocol):
         """Return what the module returns; ``call`` calls it without intercepting it again."""
 
 
-class Route(Protocol):
-    """Where calls of a module go that are made outside of its pipe."""
-
-    def is_outside(self) -> bool:
-        """Whether the current call is one of these."""
-
-    def send(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Return what the module returns; ``call`` calls it."""
-
-
 class _Thread(threading.local):
     interceptor: Interceptor | None = None
     around: Container[nn.Module] = ()
@@ -92,7 +82,8 @@ class InterceptedCalls(NotCopied):
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
         self.own: Callable[..., Any] | None = compiled_call(module)
-        self.route: Route | None = None
+        self.route: Any = None
+        """What sends calls that are made outside of the model's pipe through it."""
         self.bring: Callable[..., Any] | None = None
         """Calls a layer that no pipe runs, with its arguments on the layer's device."""
         self.users = 0

@@ -19,8 +19,6 @@ class Place(NamedTuple):
     n: int
     m: int
     device: torch.device
-    before: str = ""
-    """The layer that its input comes from, as named in errors; empty if it is the caller's."""
 
     @property
     def is_last(self) -> bool:
@@ -46,12 +44,6 @@ class Place(NamedTuple):
 
     def __str__(self) -> str:
         return f"partition {self.j} on {self.device}"
-
-
-def last_layer(partition: nn.Sequential) -> str:
-    """Describe the last layer of a partition for errors; empty if it has none."""
-    last = next(reversed(partition._modules.items()), None)
-    return "" if last is None else describe_layer(*last)
 
 
 def describe_layer(name: str, layer: nn.Module | None) -> str:

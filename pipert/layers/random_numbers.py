@@ -56,6 +56,8 @@ from pipert.schedules.action import BACKWARD, WEIGHT, Action
 CPU = torch.device("cpu")
 _TASK = "pipert_task"
 _MASK = (1 << 64) - 1
+_OF_TASKS = 0x9E3779B9
+"""The upper half of what tasks seed the CPU's generator with, which draws by the lower one."""
 
 Kind = tuple[str, int]
 """The kind of an action, and its partition."""
@@ -83,42 +85,37 @@ class RunSeed:
     """The seed of one run. The caller draws it, from the generator of a task that he is inside of.
 
     Args:
-        agreed: the seed, if processes have agreed on one; the generator advances all the same.
         of_all: that of several runs, of which this is one. The state is put back when ``of_all``
             is settled, if none of them has drawn.
     """
 
     __slots__ = (
-        "_agreed", "_of_all", "_outer", "_states", "is_concurrent", "is_over", "number", "tag",
-        "turns", "used",
+        "_of_all", "_outer", "_states", "is_concurrent", "is_over", "number", "turns", "used",
     )  # fmt: skip
 
-    def __init__(self, agreed: int | None = None, of_all: RunSeed | None = None) -> None:
+    def __init__(self, of_all: RunSeed | None = None) -> None:
         self._outer: TaskRng | None = current_task() if of_all is None else of_all._outer
-        self._agreed, self._of_all = agreed, of_all
+        self._of_all = of_all
         self.number: int | None = None
         self._states: tuple[Tensor, Tensor] | None = None  # before and after the seed was drawn
         self.used = False
         """Whether any task has drawn."""
         self.turns = Turns()
         """May be shared with runs of the same layers that overlap."""
-        self.tag = -1
-        """The upper half of what its tasks seed the CPU's generator with."""
         self.is_over = False
         """Whether the caller no longer waits for the run."""
         self.is_concurrent = False
         """Whether several workers may compute at once."""
-        if agreed is not None:
-            self.draw()  # also where no layer draws: the generators of all processes move alike
 
-    def draw(self) -> None:
-        """Draw the seed, unless that has been done. Called if any layer might draw."""
+    def draw(self, agreed: int | None = None) -> None:
+        """Draw the seed, unless that has been done. Called if any layer might draw.
+
+        If processes have ``agreed`` on one, it takes the place of the drawn one: the generators of
+        all processes move alike.
+        """
         if self.number is None:
-            whole = self._of_all or self
-            self.number = whole._draw()
-            if whole.tag < 0:
-                whole.tag = _mix(self.number) >> 32 | 1  # never that of a small seed of the user's
-            self.tag = whole.tag
+            drawn = (self._of_all or self)._draw()
+            self.number = drawn if agreed is None else agreed
 
     def _draw(self) -> int:
         if self._outer is not None and CPU not in self._outer._held:
@@ -129,7 +126,7 @@ class RunSeed:
             if self._states is not None and torch.equal(before, self._states[1]):
                 before = self._states[0]  # nobody else has drawn since another run of these did
             self._states = before, generator.get_state()
-            return int(drawn.item()) if self._agreed is None else self._agreed
+            return int(drawn.item())
 
     def settle(self) -> None:
         """Put the generator's state back if nothing was drawn. Called when the run is over.
@@ -148,7 +145,7 @@ class RunSeed:
     def _put_back(self, state: Tensor, if_still: Tensor) -> None:
         """Set the generator's state, unless somebody else has drawn, such as the user's thread."""
         with self._generator() as generator, WithoutFunctions(), WithoutDispatch():
-            is_ours = generator.initial_seed() >> 32 == self.tag  # a layer may have saved it
+            is_ours = generator.initial_seed() >> 32 == _OF_TASKS  # a layer may have saved it
             if is_ours or torch.equal(generator.get_state(), if_still):
                 generator.set_state(state)
 
@@ -253,8 +250,8 @@ class TaskRng:
         if device in self._states:
             default.generator.set_state(self._states[device])
         else:
-            seed = self._seed()  # of which the CPU's generator uses the lower half
-            seed = self.run.tag << 32 | seed & 0xFFFFFFFF if device == CPU else seed
+            seed = self._seed()
+            seed = _OF_TASKS << 32 | seed & 0xFFFFFFFF if device == CPU else seed
             default.generator.manual_seed(seed)
             self._states[device] = default.generator.get_state()
         self._initial_states.setdefault(device, self._states[device])

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
@@ -17,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from pipert._torch import DispatchMode, dispatch_modes, is_mutable, pytree, storage_of
+from pipert._torch import pytree
 from pipert._typing import Value
-from pipert.batch.microbatch import Arguments, arguments_of, explain_example
+from pipert.batch.microbatch import Arguments, arguments_of
 from pipert.batch.tensors import tensors_of
 from pipert.layers.intercepted import Interceptor, current_thread, intercept, release
 from pipert.layers.modules import modules_of
@@ -34,8 +33,8 @@ def order_of_calls(
     """Return the names of those ``layers`` that the model calls, in the order of first calls.
 
     Runs one forward without gradients, in the model's current mode, on the device of its first
-    parameter; what is elsewhere, as where a pipe has been, is brought there. Parameters, buffers
-    and the random state are restored; what else the model keeps from a call stays.
+    parameter; what is elsewhere, as where a pipe has been, is brought there. Buffers and the random
+    state are restored; what else the model keeps from a call, or changes in it, stays.
 
     Args:
         model: the model; the example moves to the device of its first parameter.
@@ -53,13 +52,8 @@ def order_of_calls(
     if devices:
         args, kwargs = settled(Arguments(args, kwargs), devices[0])
     gathering = Gathering(devices[0]) if len({*devices}) > 1 else contextlib.nullcontext()
-    with intercepted(layers.values(), first_calls), unchanged(model), torch.no_grad():
-        with keeping_parameters(model), gathering:
-            try:
-                model(*args, **kwargs)
-            except TypeError as error:
-                explain_example(error, model, Arguments(args, kwargs))
-                raise
+    with intercepted(layers.values(), first_calls), unchanged(model), torch.no_grad(), gathering:
+        model(*args, **kwargs)
     return list(first_calls.found)
 
 
@@ -112,64 +106,6 @@ class _FirstCalls:
             return call(*args, **kwargs)
         finally:
             self._is_in_layer = was_in_layer
-
-
-@contextlib.contextmanager
-def keeping_parameters(model: nn.Module) -> Iterator[KeepingParameters]:
-    """Restore the parameters that are changed in the block."""
-    keeping = KeepingParameters(model)
-    try:
-        with keeping:
-            yield keeping
-    finally:
-        keeping.restore()
-
-
-class KeepingParameters(DispatchMode):  # type: ignore[misc]
-    """Copies parameters before an operation changes them, such as the codebook of a quantiser."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self._left = defaultdict[int, list[nn.Parameter]](list)  # by the storage
-        self._before: list[tuple[nn.Parameter, Tensor]] = []  # each with its memory
-        for parameter in model.parameters():
-            if _has_memory(parameter):
-                self._left[storage_of(parameter)].append(parameter)
-                self._before.append((parameter, parameter.detach()))
-        self._copies: list[tuple[nn.Parameter, Tensor]] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if is_mutable(func):  # what an operation writes to is one of its arguments
-            for tensor in filter(_has_memory, tensors_of((args, kwargs or {}))[0]):
-                for changed in self._left.pop(storage_of(tensor), ()):
-                    self._copies.append((changed, changed.detach().clone()))
-        return func(*args, **kwargs or {})
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Look at no operation in the block, unless another mode has begun inside of this one."""
-        is_on_top = dispatch_modes()[-1:] == [self]
-        if is_on_top:
-            self.__exit__(None, None, None)
-        try:
-            yield
-        finally:
-            if is_on_top:
-                self.__enter__()
-
-    def restore(self) -> None:
-        """Restore the parameters that were changed, or got other memory by ``.data = ``."""
-        for parameter, before in self._before:
-            if storage_of(parameter) != storage_of(before):
-                parameter.data = before
-        for parameter, copy in self._copies:
-            parameter.data.copy_(copy)
-
-
-def _has_memory(tensor: Tensor) -> bool:
-    return tensor.layout == torch.strided and not tensor.is_meta
 
 
 def settled(value: Value, device: torch.device) -> Value:

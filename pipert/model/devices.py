@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from pipert._torch import backward_hooks
 from pipert._typing import Device
 from pipert.layers.modules import modules_of
+from pipert.workers.pool import assign_workers
 
 
 def devices_and_workers(
@@ -98,14 +99,6 @@ def _parse(device: Device) -> torch.device:
 def where_tensors_are(devices: Iterable[torch.device]) -> list[torch.device]:
     """Return the devices as torch knows them: all logical CPU devices are ``cpu``."""
     return [torch.device("cpu") if device.type == "cpu" else device for device in devices]
-
-
-def assign_workers(devices: Sequence[torch.device]) -> list[int]:
-    """Return the worker of each partition: one for each device, and for each plain ``'cpu'``."""
-    # An object() is equal to no other, so each plain 'cpu' gets a number of its own.
-    logical = [object() if device == torch.device("cpu") else device for device in devices]
-    numbers = {device: k for k, device in enumerate(dict.fromkeys(logical))}
-    return [numbers[device] for device in logical]
 
 
 def refuse_other_devices(

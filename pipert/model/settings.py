@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-_MODES = ("always", "except_last", "never")
+_MODES = {"always", "except_last", "never"}
 
 
 def check_chunks(chunks: Any) -> int:
@@ -24,23 +24,19 @@ def check_chunks(chunks: Any) -> int:
     return number
 
 
-def check_checkpoint(checkpoint: Any) -> str | None:
-    """Return the checkpoint mode, or ``None`` if none was chosen; refuse anything else."""
-    if checkpoint is not None and str(checkpoint) not in _MODES:
-        raise ValueError(f"checkpoint must be one of {_MODES}, got {checkpoint!r}")
-    return None if checkpoint is None else str(checkpoint)
+def check_checkpoint(checkpoint: Any, n: int = 1) -> str | tuple[str, ...] | None:
+    """Return the checkpoint mode of all ``n`` partitions, or that of each; ``None`` for no choice.
 
-
-def check_checkpoints(checkpoint: Any, n: int) -> str | tuple[str, ...] | None:
-    """Return the checkpoint mode of all ``n`` partitions, or the mode of each; else as above."""
-    if not isinstance(checkpoint, (list, tuple)):
-        return check_checkpoint(checkpoint)
-    if len(checkpoint) != n or not {*map(str, checkpoint)}.issubset(_MODES):
+    Refuse anything else.
+    """
+    is_list = isinstance(checkpoint, (list, tuple))
+    modes = tuple(map(str, checkpoint if is_list else [checkpoint]))
+    if checkpoint is not None and not (len(modes) == (n if is_list else 1) and {*modes} <= _MODES):
         raise ValueError(
-            f"checkpoint must have one of {_MODES} for each of {n} partitions, got {checkpoint!r}"
+            f"checkpoint must be one of {sorted(_MODES)}, or have one of them for each of {n} "
+            f"partitions, got {checkpoint!r}"
         )
-    modes = tuple(map(str, checkpoint))
-    return modes[0] if len(set(modes)) == 1 else modes
+    return None if checkpoint is None else modes[0] if len({*modes}) == 1 else modes
 
 
 def whole(number: Any, what: str) -> int:
@@ -62,29 +58,6 @@ def check_timeout(timeout: Any) -> float | None:
     return float(timeout) if timeout <= threading.TIMEOUT_MAX else None
 
 
-def refuse_keywords_of(
-    layer: nn.Module | None, given: Mapping[str, object], positional: int = 0
-) -> None:
-    """Refuse a keyword of the call that the first layer takes as well.
-
-    Args:
-        layer: the first layer.
-        given: the call's own keyword arguments; ``None`` counts as not given.
-        positional: how many of the layer's arguments are given by position.
-    """
-    names = [name for name, value in given.items() if value is not None]
-    if layer is None or not names:
-        return
-    taken = list(inspect.signature(layer.forward).parameters)[positional:]
-    for name in names:
-        if name in taken:
-            raise TypeError(
-                f"{name}=... belongs to the call, but the first layer takes a keyword of that name,"
-                " too, and would not get it. Pass the layer's by position, or give it another name"
-                + (", or set pipe.timeout" if name == "timeout" else "")
-            )
-
-
 OF_STEPS = (
     "loss_fn", "target", "microbatches", "step", "schedule", "reduction", "denominator",
     "loss_scale", "return_outputs", "timeout",
@@ -95,24 +68,49 @@ _OF_PIPES = "chunks", "checkpoint", "schedule"
 _close_to = lru_cache(partial(difflib.get_close_matches, n=1, cutoff=0.8))  # for each call
 
 
-def refuse_misspelt(
-    layer: nn.Module | None, given: Mapping[str, object], own: Sequence[str]
+def check_keywords(
+    layer: nn.Module | None,
+    own: Sequence[str],
+    given: Mapping[str, object],
+    positional: int,
+    kwargs: Mapping[str, object],
 ) -> None:
-    """Refuse a keyword close to one of the call's ``own``, unless the layer or a part names it.
+    """Refuse keywords by which a call and the first layer, or the model, would miss each other.
+
+    Args:
+        layer: the first layer, or the model.
+        own: the names of the call's own keywords.
+        given: those that a layer may have, too; ``None`` counts as not given.
+        positional: how many of the layer's arguments are given by position.
+        kwargs: the layer's keywords.
 
     Raises:
-        TypeError: a keyword is, or is a setting of the pipe. A layer that takes any keywords would
-            ignore it.
+        TypeError: the layer has one of those ``given``, too, and would not get it; or a keyword
+            that no part of the model names is close to one of the call's ``own``, or a setting of
+            the pipe: a layer that takes any keywords would ignore it.
     """
-    for name in given:
-        close = _close_to(name, (*own, *_OF_PIPES))
-        modules = layer.modules() if close and layer is not None else ()
-        named = [name in inspect.signature(each.forward).parameters for each in modules]
-        if named and not any(named):  # one around another, as peft's, takes any keywords
-            [meant] = close
-            is_setting = name == meant
-            remedy = f"set pipe.{name}" if is_setting else f"perhaps {meant}=... is meant"
+    names = [name for name, value in given.items() if value is not None]
+    if layer is None or not (names or kwargs):
+        return
+    taken = list(_parameters(layer))[positional:] if names else []
+    for name in names:
+        if name in taken:
             raise TypeError(
-                f"{name}=... is no argument that the model names; {remedy}. Keywords other than "
+                f"{name}=... belongs to the call, but the first layer takes a keyword of that name,"
+                " too, and would not get it. Pass the layer's by position, or give it another name"
+                + (", or set pipe.timeout" if name == "timeout" else "")
+            )
+    for name in kwargs:
+        close = _close_to(name, (*own, *_OF_PIPES))
+        # One around another, as peft's, takes any keywords.
+        if close and not any(name in _parameters(each) for each in layer.modules()):
+            remedy = f"perhaps {close[0]}=... is meant"
+            raise TypeError(
+                f"{name}=... is no argument that the model names; "
+                f"{f'set pipe.{name}' if name in close else remedy}. Keywords other than "
                 f"{', '.join(own)} go to the model"
             )
+
+
+def _parameters(module: nn.Module) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(module.forward).parameters

@@ -64,33 +64,27 @@ def check_module(module: Any) -> None:
         )
 
 
-def require_balance(balance: Any) -> list[int]:
-    """Return ``balance`` as integers; refuse ``None`` and anything that is not iterable."""
+def check_balance(module: nn.Sequential, balance: Any) -> list[int]:
+    """Return ``balance`` as integers; refuse one that does not fit the module."""
+    measure = "pipert.balance.balance_by_time(partitions, module, example) measures one"
     if balance is None:
         raise ValueError(
             "balance is required: how many layers each partition takes, one entry for each "
-            f"device; {_MEASURE}"
+            f"device; {measure}"
         )
     if not isinstance(balance, Iterable) or isinstance(balance, str | bytes):
         raise TypeError(
             f"balance must be a sequence of numbers of layers, such as [2, 2], got {balance!r}"
         )
-    return [whole(count, "each entry of balance") for count in balance]
-
-
-def check_balance(module: nn.Sequential, balance: Sequence[int]) -> None:
-    """Refuse a balance that does not fit the module."""
-    layers = len(module)
-    if any(count <= 0 for count in balance):
-        raise ValueError(f"each entry of balance must be positive, got {list(balance)}")
-    if sum(balance) != layers:
+    counts = [whole(count, "each entry of balance") for count in balance]
+    if any(count <= 0 for count in counts):
+        raise ValueError(f"each entry of balance must be positive, got {counts}")
+    if sum(counts) != len(module):
         raise ValueError(
-            f"balance must add up to the number of layers, but {list(balance)} adds up to "
-            f"{sum(balance)} and the module has {layers}; {_MEASURE}"
+            f"balance must add up to the number of layers, but {counts} adds up to {sum(counts)} "
+            f"and the module has {len(module)}; {measure}"
         )
-
-
-_MEASURE = "pipert.balance.balance_by_time(partitions, module, example) measures one"
+    return counts
 
 
 def split(module: nn.Sequential, balance: Sequence[int]) -> tuple[nn.Sequential, ...]:

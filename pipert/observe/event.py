@@ -1,10 +1,8 @@
 """Defines the events of a recording, plain data, and observers, which a pipe tells what it does.
 
 The standard way is a hook for each kind of event, or a subclass of the runtime. An observer is one
-object with one method for each. An observer cannot break a run: one that raises an ``Exception``,
-or anything on a worker, is dropped, with a line in the log. On the main thread, anything but an
-``Exception`` may come from a signal handler, so it interrupts the call. While there is no observer,
-nothing is measured or created for one.
+object with one method for each. An observer cannot break a run: one that raises an ``Exception`` is
+dropped, with a line in the log. While there is no observer, nothing is measured or created for one.
 """
 
 from __future__ import annotations
@@ -13,25 +11,15 @@ from dataclasses import dataclass
 
 import torch
 
-from pipert.schedules.action import Action
+from pipert.schedules.action import RULES, Action
 
 __all__ = ["Event", "Observer", "RunInfo", "TaskInfo"]
 
 
-FORWARD = "forward"
-RECOMPUTE = "recompute"
-BACKWARD = "backward"
-WEIGHT = "weight gradient"
-COPY = "copy"
-WAIT = "wait"
-
-KINDS = (FORWARD, RECOMPUTE, BACKWARD, WEIGHT, COPY, WAIT)
-COMPUTE = (FORWARD, RECOMPUTE, BACKWARD, WEIGHT)
-
-KIND_OF = {"F": FORWARD, "R": RECOMPUTE, "B": BACKWARD, "W": WEIGHT}
-"""The kind of the event that records an action."""
-
-_LETTERS = {kind: letter for letter, kind in KIND_OF.items()}
+_LETTERS = {RULES[letter].phase: letter for letter in "FRBW"}
+COMPUTE = FORWARD, RECOMPUTE, BACKWARD, WEIGHT = tuple(_LETTERS)
+COPY, WAIT = "copy", "wait"
+KINDS = (*COMPUTE, COPY, WAIT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +27,7 @@ class Event:
     """One event of a recording: what a device did, and when."""
 
     kind: str
-    """``'forward'``, ``'recompute'``, ``'backward'``, ``'weight gradient'``, ``'copy'`` or
+    """``'forward'``, ``'recomputation'``, ``'backward'``, ``'weight gradient'``, ``'copy'`` or
     ``'wait'``."""
     micro_batch: int
     partition: int
@@ -60,11 +48,6 @@ class Event:
     with ``origin == partition``, other gradients with ``origin > partition``."""
     bytes: int = 0
     """For a copy, its size."""
-
-    @property
-    def clock(self) -> int:
-        """The diagonal of the task: ``micro_batch + partition``."""
-        return self.micro_batch + self.partition
 
     @property
     def seconds(self) -> float:

@@ -7,8 +7,7 @@ lasts from before the last of them until after the first, since autograd goes th
 thread in the reverse order, and begins no task before it is done with the one before
 (``autograd.order``). Hooks change nothing in the graph, and so nothing in what is computed.
 
-Counters change under a lock that a signal handler may take again and a forked child finds free. A
-child counts from zero: it has none of its parent's threads and runs.
+Counters change under a lock that a signal handler may take again and a forked child finds free.
 """
 
 from __future__ import annotations
@@ -16,12 +15,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import threading
 import traceback
 import weakref
-from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -31,13 +28,14 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.autograd.profiler import record_function
 
-from pipert._torch import backward_id, node_count, profiler_is_on, sequence_nr
-from pipert.autograd.leaves import find_leaves
-from pipert.observe.event import BACKWARD, KIND_OF, Event, Observer, RunInfo, TaskInfo
-from pipert.observe.recording import Recording, Span, stamp
+from pipert._torch import backward_id, node_count, outputs_of, profiler_is_on, sequence_nr
+from pipert.autograd.leaves import find_leaves, is_cast_of_leaf
+from pipert.observe.event import BACKWARD, Event, Observer, RunInfo, TaskInfo
+from pipert.observe.timeline import Origin, Span, Timeline, stamp
 from pipert.queues.locks import ProcessLock
 from pipert.schedules.action import RECOMPUTE, Action
 from pipert.schedules.plan import Plan
+from pipert.status import Statistics, WorkerStatistics
 from pipert.workers.context import NOTHING
 
 _log = logging.getLogger("pipert")
@@ -45,10 +43,6 @@ _log = logging.getLogger("pipert")
 _counting = ProcessLock(reentrant=True)
 
 _UNDER_NSIGHT = "NSYS_PROFILING_SESSION_ID" in os.environ
-
-_OF_OTHER_TASKS = ("ToCopyBackward0", "_WaitBackward", "_RecomputeBackward")
-"""Nodes that may run in another task: autocast's casts of weights are all threads', and any model
-makes the others as it copies a tensor, which run on the device that it comes from."""
 
 
 class RunTrace:
@@ -71,8 +65,6 @@ class RunTrace:
         """Whether tasks are recorded, or shown to a profiler."""
         self.is_watched = self.is_recorded or bool(self._observers)
         """Whether anybody is told of tasks."""
-        for recording in self.recordings if is_step else ():
-            recording.steps.add(run.number)
 
     def count_recomputation(self) -> None:
         """Count a recomputation of the run."""
@@ -87,11 +79,7 @@ class RunTrace:
                 continue  # removed meanwhile, or dropped
             try:
                 about(observer)
-            except BaseException as error:  # noqa: B036
-                # What a signal handler raises on the main thread is not the observer's fault.
-                on_main_thread = threading.current_thread() is threading.main_thread()
-                if on_main_thread and not isinstance(error, Exception):
-                    raise
+            except Exception:
                 present.pop(id(observer), None)
                 text = traceback.format_exc()  # not the exception, which may keep tensors alive
                 _log.error("%r raised and is told nothing more: %s", observer, text)
@@ -108,7 +96,7 @@ class RunTrace:
         shown = _range(str(action), device) if self._is_profiled else NOTHING
         event = NOTHING
         if self.recordings:
-            event = self.during(KIND_OF[action.kind], action.i, action.j, device)
+            event = self.during(action.phase, action.i, action.j, device)
         self.tell(lambda observer: observer.task_started(task))
         try:
             with event, shown:
@@ -123,10 +111,6 @@ class RunTrace:
 
     def _task(self, action: Action, device: torch.device) -> TaskInfo:
         return TaskInfo(self.run.number, action.phase, action.j, action.i, device)
-
-    def knows(self, device: torch.device) -> bool:
-        """Return whether recordings can date stamps of ``device``."""
-        return all(recording.origin.knows(device) for recording in self.recordings)
 
     def begin(
         self, kind: str, i: int, j: int, device: torch.device,
@@ -143,24 +127,15 @@ class RunTrace:
         clock = clock or device
         span = Span(event, clock, stream, stamp(clock, stream))
         for recording in self.recordings:
-            if recording.is_open:
-                recording.spans.append(span)
+            if recording._is_open:
+                recording._spans.append(span)
         return span
 
     @contextlib.contextmanager
     def during(self, *event: Any, **about: Any) -> Iterator[None]:
-        """Record the block as an event; arguments are those of :meth:`begin`.
-
-        If that fails, the event ends only on CPU: on a CUDA device that has failed, asking for the
-        time fails as well, and the first error is the one that matters.
-        """
+        """Record the block as an event, unless it fails; arguments are those of :meth:`begin`."""
         span = self.begin(*event, **about)
-        try:
-            yield
-        except BaseException:
-            if span.clock.type != "cuda":
-                span.finish()
-            raise
+        yield
         span.finish()
 
     def watch_node(self, node: Node | None, *event: Any, **about: Any) -> None:
@@ -181,14 +156,15 @@ class RunTrace:
             xs: the nodes that made the inputs of the first part.
         """
         ends = {y.grad_fn for y in ys if y.grad_fn is not None}.difference(xs)
-        nodes = {sequence_nr(node): node for node in find_leaves(ends, stop=xs).nodes}
-        numbers = sorted([k for k in nodes if type(nodes[k]).__name__ not in _OF_OTHER_TASKS])
+        found = [node for node in find_leaves(ends, stop=xs).nodes if not is_cast_of_leaf(node)]
+        nodes = {sequence_nr(node): node for node in found}
         stops = [*[first for first, *_ in parts[1:]], node_count()]
         for (first, j, device), stop in zip(parts, stops, strict=True):
-            own = numbers[bisect_left(numbers, first) : bisect_left(numbers, stop)]
-            if own:  # without the caller's nodes, whose numbers are lower
+            made = range(first, stop)  # not by the caller, whose numbers are lower
+            own = [k for k, node in nodes.items() if k in made and _runs_on(node, device)]
+            if own:
                 begin = partial(self._begin_backward, i, j, device)
-                _watch(nodes[own[-1]], nodes[own[0]], begin)
+                _watch(nodes[max(own)], nodes[min(own)], begin)
 
     def _begin_backward(self, i: int, j: int, device: torch.device) -> Span:
         # A mark alone: a range cannot end in another node.
@@ -199,15 +175,15 @@ class RunTrace:
 @contextlib.contextmanager
 def _range(name: str, device: torch.device) -> Iterator[None]:
     """Show the block in ``torch.profiler`` and, by NVTX, in Nsight Systems."""
-    on_cuda = device.type == "cuda"
-    if on_cuda:
-        torch.cuda.nvtx.range_push(name)  # type: ignore[no-untyped-call]
-    try:
-        with record_function(name):
-            yield
-    finally:
-        if on_cuda:
-            torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
+    nvtx = torch.cuda.nvtx.range(name) if device.type == "cuda" else NOTHING
+    with nvtx, record_function(name):
+        yield
+
+
+def _runs_on(node: Node, device: torch.device) -> bool:
+    """Whether ``device`` runs a node; one that copies a tensor runs where the tensor comes from."""
+    outputs = outputs_of(node)
+    return not outputs or any(output.device == device for output in outputs)
 
 
 def _watch(first: Node, last: Node, begin: Callable[[], Span]) -> None:
@@ -236,45 +212,28 @@ class Trace:
         self.observers: dict[int, Observer] = {}
         """By ``id``, since they may define equality. Safe for any thread and signal handler:
         operations of a dict on one item are atomic."""
-        self.recordings: tuple[Recording, ...] = ()
-        self._reset()
-
-    def _reset(self) -> None:
-        self._pid = os.getpid()
+        self.recordings: tuple[Timeline, ...] = ()
         self.runs = 0
         self.recomputations = 0
         self._ended: Counter[str] = Counter()  # by outcome
         self.live: weakref.WeakSet[RunTrace] = weakref.WeakSet()
 
-    def _reset_in_child(self) -> None:
-        if self._pid != os.getpid():
-            self._reset()
-
-    def read(self) -> dict[str, int]:
-        """Return the fields of ``status.Statistics`` that are numbers.
+    def statistics(self, workers: tuple[WorkerStatistics, ...] = ()) -> Statistics:
+        """Return the counts so far, with those of ``workers``.
 
         An interrupt may keep the end of a run from being counted. Nobody holds its ``RunTrace``
         then; so a run that is neither live nor ended in another way was cancelled.
         """
         with _counting.current:
-            self._reset_in_child()
-            live, succeeded = len(self.live), self._ended["succeeded"]
-            failed = self._ended["failed"]
-            return {
-                "runs": self.runs,
-                "in_flight": live,
-                "succeeded": succeeded,
-                "failures": failed,
-                "cancellations": self.runs - live - succeeded - failed,
-                "recomputations": self.recomputations,
-            }
+            runs, live, again = self.runs, len(self.live), self.recomputations
+            good, bad = self._ended["succeeded"], self._ended["failed"]
+        return Statistics(runs, live, good, bad, runs - live - good - bad, again, workers)
 
     @contextlib.contextmanager
     def open(self, plan: Plan) -> Iterator[RunTrace]:
         """Count a run of ``plan``, and tell observers when it begins and ends."""
         profiled = _UNDER_NSIGHT or profiler_is_on()
         with _counting.current:
-            self._reset_in_child()
             info = RunInfo(self.runs, plan.m, plan.n)
             run = RunTrace(self, info, plan.goes_back, profiled)
             self.runs += 1
@@ -304,13 +263,19 @@ class Trace:
         """Stop telling ``observer`` about runs."""
         self.observers.pop(id(observer), None)
 
-    def start_recording(self, recording: Recording) -> None:
-        """Record the runs that begin from now on."""
+    @contextlib.contextmanager
+    def record(
+        self, devices: Iterable[torch.device], workers: Sequence[int]
+    ) -> Iterator[Timeline]:
+        """Record the runs that begin inside the block, and what of them happens there."""
+        timeline = Timeline((), [*devices], workers)
+        timeline._origin, timeline._is_open = Origin(devices), True
         with _counting.current:
-            self.recordings = (*self.recordings, recording)
-
-    def stop_recording(self, recording: Recording) -> None:
-        """Record no further run, and no more of those in flight."""
-        with _counting.current:
-            self.recordings = tuple(one for one in self.recordings if one is not recording)
-        recording.close()
+            self.recordings = (*self.recordings, timeline)
+        try:
+            yield timeline
+        finally:
+            with _counting.current:
+                self.recordings = tuple(one for one in self.recordings if one is not timeline)
+            timeline._is_open = False
+            timeline._spans = [span for span in timeline._spans if span.end is not None]

@@ -21,7 +21,6 @@ from pipert.batch.microbatch import (
     arguments_of,
     as_value,
     batch_of_step,
-    explain_keywords,
     ready,
     scatter_with_sizes,
 )
@@ -34,17 +33,17 @@ from pipert.model.devices import refuse_other_devices
 from pipert.model.settings import (
     OF_CALLS,
     OF_STEPS,
+    check_keywords,
     check_timeout,
-    refuse_keywords_of,
-    refuse_misspelt,
 )
 from pipert.observe.event import Observer
+from pipert.observe.timeline import Timeline
 from pipert.pipes.settings import Settings
 from pipert.recompute.public import is_recomputing
-from pipert.schedules.plan import BOUNDED, Plan, Schedule, maker_of, plan, recomputed_in_each
+from pipert.schedules.plan import BOUNDED, Schedule, maker_of, plan, recomputed_in_each
 from pipert.stage.assembly import Layered
 from pipert.stage.backward import unpartitioned_weights
-from pipert.stage.loss import NO_LOSS_FN, Loss, LossFunction, StepFunction, own_loss
+from pipert.stage.loss import Loss, LossFunction, StepFunction, own_loss
 from pipert.stage.loss_checks import (
     LossChecks,
     StepCall,
@@ -54,7 +53,6 @@ from pipert.stage.loss_checks import (
 )
 from pipert.stage.step import Step
 from pipert.status import Statistics
-from pipert.timeline.timeline import Timeline, record
 
 _log = logging.getLogger("pipert")
 
@@ -121,17 +119,13 @@ class PipeBase(Settings):
             Exception: whatever a layer raises, with a note that says where.
         """
         seconds = self._limit_of_call(timeout)
-        refuse_keywords_of(self._runtime.model.entry, {"timeout": timeout}, len(args))
-        refuse_misspelt(self._runtime.model.entry, kwargs, OF_CALLS)
+        entry = self._runtime.model.entry
+        check_keywords(entry, OF_CALLS, {"timeout": timeout}, len(args), kwargs)
         if not self._partitions:
             if len(args) != 1 or kwargs:
                 raise TypeError("a pipe without layers takes one positional argument")
             return args[0]
-        try:
-            return self._call(args, kwargs, self._chunks, seconds)
-        except TypeError as error:
-            explain_keywords(error, self._runtime.model.entry, OF_CALLS)
-            raise
+        return self._call(args, kwargs, self._chunks, seconds)
 
     def _call(
         self, args: Any, kwargs: dict[str, Any], chunks: int, seconds: float | None,
@@ -172,10 +166,7 @@ class PipeBase(Settings):
         seconds = self._limit_of_call(timeout)
         checkpointed = recomputed_in_each(self.checkpoint, 1, len(self._partitions))
         values = starmap(as_value, map(arguments_of, ready(microbatches)))
-        if not self._partitions:
-            return values
-        found = self._runtime.map(values, checkpointed, seconds)
-        return _explained(found, self._runtime.model.entry)
+        return self._runtime.map(values, checkpointed, seconds) if self._partitions else values
 
     def forward_backward(
         self,
@@ -248,30 +239,20 @@ class PipeBase(Settings):
             Exception: as :meth:`forward`; also whatever a layer raises in the backward.
         """
         seconds = self._limit_of_call(timeout, is_step=True)
-        keywords = {"loss_fn": loss_fn, "target": target, "microbatches": microbatches}
-        keywords |= {"step": step, "timeout": timeout}
-        entry = self._runtime.model.entry
-        refuse_keywords_of(entry, keywords, len(args))
-        refuse_misspelt(entry, kwargs, OF_STEPS)
+        own = {"loss_fn": loss_fn, "target": target, "microbatches": microbatches, "step": step}
+        own["timeout"] = timeout
+        check_keywords(self._runtime.model.entry, OF_STEPS, own, len(args), kwargs)
         if not self._partitions:
             raise ValueError("a pipe without layers has nothing to go backward through")
-        own = self._runtime.model.function_of(step)
+        function = self._runtime.model.function_of(step)
         if loss_fn is None and target is None and step is None:
             loss_fn = own_loss
         call = StepCall(
-            args, kwargs, check_step(loss_fn, reduction, own, target), own, target, microbatches,
-            self._chunks, self._schedule if schedule is None else schedule, reduction, denominator,
-            loss_scale, return_outputs,
+            args, kwargs, check_step(loss_fn, reduction, function, target), function, target,
+            microbatches, self._chunks, self._schedule if schedule is None else schedule,
+            reduction, denominator, loss_scale, return_outputs,
         )  # fmt: skip
-        try:
-            return self._take_step(call, seconds)
-        except TypeError as error:
-            if step is not None and microbatches is None and not (args or kwargs):
-                error.add_note("step got no micro-batch; give microbatches, or arguments to split")
-            explain_keywords(error, entry, OF_STEPS if microbatches is None else ())
-            if loss_fn is own_loss and any(map(callable, args)):
-                error.add_note(NO_LOSS_FN)
-            raise
+        return self._take_step(call, seconds)
 
     def _take_step(self, call: StepCall, seconds: float | None) -> Any:
         """Run a step: split the mini-batch, plan, and run it forward and backward."""
@@ -289,19 +270,13 @@ class PipeBase(Settings):
             self._advise(batch.inputs)
         checkpointed = recomputed_in_each(self._checkpoint_of(call.schedule), m, n)
         planned = plan(call.schedule, m, n, self._runtime.workers, checkpointed)
-        models, partitions = self._runtime.model, self._partitions
-        others = models.entry, call.loss_fn
+        model, partitions = self._runtime.model, self._partitions
+        others = model.entry, call.loss_fn
         extra_parameters = cache(lambda: unpartitioned_weights(partitions, others))
         step = Step(loss, call.return_outputs, extra_parameters)
-        total = self._step(batch.inputs, planned, step, seconds, call.own)
+        stats = DeferredStats(model.norm_parts) if self._deferred_batch_norm else None
+        total = self._runtime.step(batch.inputs, planned, step, stats, seconds, call.own)
         return (total, step.output) if call.return_outputs else total
-
-    def _step(
-        self, inputs: list[Value], plan: Plan, step: Step, seconds: float | None, function: Function
-    ) -> Tensor:
-        """Run a mini-batch forward and backward; return the loss."""
-        stats = DeferredStats(self._runtime.model.norm_parts) if self._deferred_batch_norm else None
-        return self._runtime.step(inputs, plan, step, stats, seconds, function)
 
     def record(self) -> AbstractContextManager[Timeline]:
         """Record what each device does in the calls that begin inside the block.
@@ -314,7 +289,7 @@ class PipeBase(Settings):
         the devices are synchronised once, at its beginning; the calls are not. Each task is kept,
         about a kilobyte with its backward, so record a few steps, not a whole training.
         """
-        return record(self._runtime.trace, self._runtime.devices, self._runtime.workers)
+        return self._runtime.trace.record(self._runtime.devices, self._runtime.workers)
 
     def statistics(self) -> Statistics:
         """Return counts of what the pipe has done, and what its workers do now. Thread-safe."""
@@ -380,11 +355,3 @@ class PipeBase(Settings):
     def _checkpoint_of(self, schedule: str | Schedule) -> str | tuple[str, ...]:
         """Return the checkpoint of a step: as chosen, or what its schedule needs."""
         return self._checkpoint or ("never" if maker_of(schedule) in BOUNDED else "except_last")
-
-
-def _explained(outputs: Iterator[Value], model: Any) -> Iterator[Value]:
-    try:
-        yield from outputs
-    except TypeError as error:
-        explain_keywords(error, model)
-        raise

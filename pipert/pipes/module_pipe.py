@@ -8,20 +8,19 @@ from functools import partial
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pipert._torch import STATE_TABLES
 from pipert._typing import Device, Value
 from pipert.any_model.model import AnyModel
 from pipert.any_model.routed import Routed
 from pipert.batch.joining import JoinNumbers
-from pipert.batch.microbatch import explain_keywords
 from pipert.layers.batchnorm import check_batch_norm
 from pipert.model.calls import order_of_calls
 from pipert.model.cuts import check_cuts, homes, homes_outside_of_layers, layers_of
 from pipert.model.device_map import note_device_map
 from pipert.model.devices import devices_and_workers, refuse_data_parallel
-from pipert.model.settings import OF_CALLS, check_timeout, refuse_keywords_of, refuse_misspelt
+from pipert.model.settings import OF_CALLS, check_keywords, check_timeout
 from pipert.model.split import Partition, move, place, sequential
 from pipert.pipes.base import PipeBase
 from pipert.schedules.plan import Schedule, recomputed_in_each
@@ -43,7 +42,6 @@ class ModulePipe(PipeBase):
     training, such as ``save_pretrained``."""
 
     _routed: Routed
-    _has_run = False
 
     def __init__(
         self,
@@ -135,13 +133,8 @@ class ModulePipe(PipeBase):
         single number for each of several micro-batches is refused, unless these are losses that
         add up.
         """
-        refuse_keywords_of(self.module, {"timeout": timeout}, len(args))
-        refuse_misspelt(self.module, kwargs, OF_CALLS)
-        try:
-            return self._routed.run_in(self, self.module, args, kwargs, timeout)
-        except TypeError as error:
-            explain_keywords(error, self.module, OF_CALLS)
-            raise
+        check_keywords(self.module, OF_CALLS, {"timeout": timeout}, len(args), kwargs)
+        return self._routed.run_in(self, self.module, args, kwargs, timeout)
 
     def _take_step(self, call: StepCall, seconds: float | None) -> Any:
         take = partial(super()._take_step, seconds=seconds)
@@ -171,26 +164,8 @@ class ModulePipe(PipeBase):
         if chunks < self._chunks:
             for recording in self._runtime.trace.recordings:
                 text = f"one micro-batch of {self._chunks} asked for, because {why_in_one}"
-                recording.in_one[text] = None
+                recording._in_one[text] = None
         return self._call(args, kwargs, chunks, seconds, call, join_numbers)
-
-    def _call(self, *args: Any) -> Value:
-        y = super()._call(*args)
-        self._check_cuts()
-        return y
-
-    def _step(self, *args: Any) -> Tensor:
-        loss = super()._step(*args)
-        self._check_cuts()
-        return loss
-
-    def _check_cuts(self) -> None:
-        """Warn, after the first run, of cuts at which no partition has begun."""
-        if not self._has_run:
-            self.__dict__["_has_run"] = True
-            model = self._runtime.model
-            assert isinstance(model, AnyModel)
-            model.layers.warn_of_cuts()
 
     def close(self, timeout: float | None = None) -> None:
         seconds = self._timeout if timeout is None else check_timeout(timeout)
@@ -203,7 +178,7 @@ class ModulePipe(PipeBase):
             self._routed.remove()
             self._release()  # a finalizer: runs only once, even if it was interrupted
         if not self._runtime.is_inside():  # else other threads may be waiting for this layer
-            model.threads.join(seconds)
+            model.threads.close(timeout=seconds)
 
     close.__doc__ = PipeBase.close.__doc__
 
@@ -223,17 +198,9 @@ class ModulePipe(PipeBase):
         """Load the model's state."""
         return self.module.load_state_dict(*args, **kwargs)
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError as error:
-            if hasattr(self.__dict__.get("module"), name):
-                error.add_note(f"the model has it: pipe.module.{name}")
-            raise
-
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        return {name: value for name, value in state.items() if name not in _OF_THREADS}
+        return {k: v for k, v in state.items() if k not in ("_release", "_routed")}
 
     def __repr__(self) -> str:
         lines = [f"pipeline of {type(self.module).__qualname__}, {self.extra_repr()}"]
@@ -242,6 +209,3 @@ class ModulePipe(PipeBase):
             layers = f"{first} to {last}" if first else "the whole model"
             lines.append(f"  partition {j} on {device}: {layers}")
         return "\n".join([*lines, f"  cuts={self.cuts}"])
-
-
-_OF_THREADS = ("_release", "_routed", "_has_run")

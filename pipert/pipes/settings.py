@@ -7,12 +7,11 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from pipert._torch import refuse_unsupported
 from pipert._typing import Value
 from pipert.autograd.order import begin_numbers
 from pipert.batch.tensors import tensors_of
 from pipert.layers.compiling import refuse_at_once
-from pipert.model.settings import check_checkpoints, check_chunks, check_timeout
+from pipert.model.settings import check_checkpoint, check_chunks, check_timeout
 from pipert.schedules.plan import Schedule, maker_of
 
 _log = logging.getLogger("pipert")
@@ -35,10 +34,9 @@ class Settings(nn.Module):
         super().__init__()
         self.chunks = chunks
         self.schedule = schedule
-        self._checkpoint = check_checkpoints(checkpoint, n)
+        self._checkpoint = check_checkpoint(checkpoint, n)
         self._deferred_batch_norm = bool(deferred_batch_norm)
         self.timeout = timeout
-        refuse_unsupported()
         refuse_at_once()
 
     @property
@@ -61,7 +59,7 @@ class Settings(nn.Module):
 
     @checkpoint.setter
     def checkpoint(self, checkpoint: str | Sequence[str] | None) -> None:
-        self._checkpoint = check_checkpoints(checkpoint, len(self._partitions))
+        self._checkpoint = check_checkpoint(checkpoint, len(self._partitions))
 
     @property
     def schedule(self) -> str | Schedule:

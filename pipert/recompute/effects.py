@@ -74,47 +74,6 @@ def _sample(tensor: Tensor) -> Tensor | None:
     return tensor.detach().take(torch.arange(count, device=tensor.device) * step)
 
 
-class Effect:
-    """What a partition, or a ``layer`` in it, returns for micro-batch ``i``.
-
-    A sample is kept at first, in ``F[i,j]``, and what is noted later is compared with it.
-    """
-
-    __slots__ = ("_before", "_effects", "_i", "_layer", "_place")
-
-    def __init__(self, effects: Effects, place: Place, i: int, layer: str = "") -> None:
-        self._effects = effects
-        self._layer = layer
-        self._before: list[Sampled] | None = None
-        self._place = place
-        self._i = i
-
-    def note(self, ys: Sequence[Tensor]) -> None:
-        """Note what is returned and requires grad.
-
-        Raises:
-            RecomputationError: it is no longer of the same shapes and dtypes. Other values are
-                refused later.
-        """
-        after, before = sampled(ys), self._before
-        if before is None:
-            self._before = after
-            return
-        pairs = list(zip(before, after, strict=False))
-        if len(before) != len(after) or any([old[:2] != new[:2] for old, new in pairs]):
-            raise RecomputationError(
-                f"a recomputation returned {_described(after)} and its forward "
-                f"{_described(before)}{REMEDY}"
-            )
-        self._effects.add(
-            [
-                _Pair(self._place, self._i, self._layer, old, new)
-                for (_, _, old), (_, _, new) in pairs
-                if old is not None and new is not None and old.numel()
-            ]
-        )
-
-
 def _described(samples: list[Sampled]) -> str:
     each = [f"{str(dtype).removeprefix('torch.')}{list(shape)}" for shape, dtype, _ in samples]
     return f"({', '.join(each)})"
@@ -141,25 +100,42 @@ class Effects:
 
     Args:
         at_end: whether the run calls :meth:`check`. Otherwise the end of each backward does.
-        streams: has the stream of each device to compare on; by default the current one.
+        streams: has the stream of each device to compare on.
     """
 
     __slots__ = ("_at_end", "_last", "_lock", "_pairs", "_streams")
 
-    def __init__(self, at_end: bool, streams: CopyStreams | None = None) -> None:
+    def __init__(self, at_end: bool, streams: CopyStreams) -> None:
         self._at_end = at_end
         self._streams = streams
         self._last: dict[torch.device, torch.cuda.Event] = {}  # behind the last recomputation
         self._lock = threading.Lock()  # of pairs: backward passes of a call may be concurrent
         self._pairs: list[_Pair] = []
 
-    def add(self, pairs: list[_Pair]) -> None:
-        """Add samples of a forward, and those of its recomputation."""
+    def compare(
+        self, place: Place, i: int, layer: str, before: list[Sampled], after: list[Sampled]
+    ) -> None:
+        """Note the outputs of a forward and of its recomputation, of a ``layer`` or a partition.
+
+        Raises:
+            RecomputationError: they are no longer of the same shapes and dtypes. Other values are
+                refused later.
+        """
+        both = list(zip(before, after, strict=False))
+        if len(before) != len(after) or any([old[:2] != new[:2] for old, new in both]):
+            raise RecomputationError(
+                f"a recomputation returned {_described(after)} and its forward "
+                f"{_described(before)}{REMEDY}"
+            )
+        pairs = [
+            _Pair(place, i, layer, old, new)
+            for (_, _, old), (_, _, new) in both
+            if old is not None and new is not None and old.numel()
+        ]
         with self._lock:
             self._pairs += pairs
-        if self._streams is not None:
-            for device in {pair.before.device for pair in pairs if pair.before.is_cuda}:
-                self._last[device] = torch.cuda.current_stream(device).record_event()
+        for device in {pair.before.device for pair in pairs if pair.before.is_cuda}:
+            self._last[device] = torch.cuda.current_stream(device).record_event()
         if self._at_end:
             return
         if backward_id() < 0:  # the caller reads a saved tensor
@@ -182,7 +158,7 @@ class Effects:
             groups[pair.before.device, pair.before.dtype, pair.before.numel()].append(pair)
         with WithoutFunctions(), WithoutDispatch(), torch.inference_mode(), ExitStack() as stack:
             for device, event in self._last.items():
-                stream: Any = self._streams and self._streams.get(device, -1)
+                stream: Any = self._streams.get(device, -1)
                 # If memory runs out here, that of the samples is used again at once.
                 stack.callback(torch.cuda.current_stream(device).wait_stream, stream)
                 stack.enter_context(torch.cuda.stream(stream))

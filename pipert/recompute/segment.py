@@ -45,7 +45,6 @@ from pipert.autograd import order
 from pipert.autograd.engine import differentiate
 from pipert.autograd.hooks import (
     DropSaved,
-    Hooks,
     hiding_partial_gradients,
     refuse,
     without_hooks,
@@ -53,7 +52,7 @@ from pipert.autograd.hooks import (
 from pipert.autograd.leaves import origins
 from pipert.batch.tensors import describe, differentiable, tensors_of, versions
 from pipert.errors import RecomputationError
-from pipert.recompute.effects import REMEDY, Effect
+from pipert.recompute.effects import REMEDY, Sampled, sampled
 from pipert.recompute.nodes import are_needed, through_checkpoint
 from pipert.recompute.public import checkpoint_here
 from pipert.workers.context import NEW_THREAD_AUTOCAST, NOTHING, autocast, get_autocast
@@ -74,25 +73,22 @@ class Segments:
     Args:
         replay: computes its first argument as ``R[i,j]``; the flag says whether it is called on a
             worker, where the context is already in place.
-        effect: makes what compares the values that a segment returns, given their name in errors.
-        hooks: the caller's saved-tensor hooks, for a pipe inside a layer.
+        compare: compares what a segment, of this name in errors, has returned both times.
         weights: returns the copies that the partition computes with, of weights on other devices.
     """
 
     __slots__ = (
-        "__weakref__", "_effect", "_made", "_replay", "_segments", "hooks", "in_step", "weights",
+        "__weakref__", "_compare", "_made", "_replay", "_segments", "in_step", "weights",
     )  # fmt: skip
 
     def __init__(
         self,
         replay: Callable[[Callable[[], None], bool], None],
-        effect: Callable[[str], Effect],
-        hooks: Hooks,
+        compare: Callable[[str, list[Sampled], list[Sampled]], None],
         weights: Callable[[], Iterable[Tensor]] = tuple,
     ) -> None:
         self._replay = replay
-        self._effect = effect
-        self.hooks = hooks
+        self._compare = compare
         self.weights = weights
         self.in_step: Callable[..., Sequence[Tensor | None]] | None = None
         """Differentiates a graph in ``B[i,j]`` of a step, which asks for all gradients."""
@@ -121,7 +117,7 @@ class Segments:
         Raises:
             RuntimeError: a layer has changed an input that was not copied, or put a hook on it.
         """
-        effect, settings = self._effect(name), get_autocast()
+        settings, returned = get_autocast(), list[Sampled]()
         # Threads share the cache: F's graph would have casts of other micro-batches, and nobody
         # clears it after R.
         uncached = partial(autocast, (False, settings[1]))
@@ -131,7 +127,7 @@ class Segments:
             with NOTHING if is_off else uncached(), NOTHING if drawing is None else drawing():
                 y = compute(value)
             ys, _ = differentiable(y)
-            effect.note(ys)
+            self._compare(name, returned, sampled(ys))
             return y, ys
 
         segment = Segment(self, again, copies)
@@ -141,7 +137,7 @@ class Segments:
                 y, ys = segment.record(first, value, self._made)
         finally:
             checkpoint_here.reset(before)
-        effect.note(ys)
+        returned += sampled(ys)
         self._segments.append(weak := weakref.ref(segment))
         if not copies:
             outputs = tensors_of(y)[0]
@@ -229,9 +225,7 @@ class Segment:
         tensors, self._rebuild = tensors_of(value)
         before, hooks = versions(tensors), [] if self._copies else _hooks(tensors)
         inputs, xs, begins = self._save(tensors, before, made)
-        forget = DropSaved(next, saves := count())
-        forget.hooks = self._group.hooks
-        first = node_count()
+        forget, first = DropSaved(next, saves := count()), node_count()
         with torch.autograd.graph.saved_tensors_hooks(forget, self._take):
             y = compute(self._rebuild(inputs) if self._copies else value)
         ys, rebuild = differentiable(y)
@@ -319,9 +313,7 @@ class Segment:
         def keep(tensor: Tensor) -> None:
             found.append((tensor.detach(), tensor._version))
 
-        forget = DropSaved(keep)
-        forget.hooks = self._group.hooks
-        with torch.autograd.graph.saved_tensors_hooks(forget, refuse):
+        with torch.autograd.graph.saved_tensors_hooks(DropSaved(keep), refuse):
             self._compute()
         if len(found) != self._saves:
             raise RecomputationError(

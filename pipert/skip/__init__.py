@@ -22,7 +22,7 @@ its gradient goes straight back.
 from __future__ import annotations
 
 from pipert.skip.declarations import verify_skippables
-from pipert.skip.namespace import Namespace
 from pipert.skip.skippable import Skippable, pop, skippable, stash
+from pipert.skip.store import Namespace
 
 __all__ = ["Namespace", "Skippable", "pop", "skippable", "stash", "verify_skippables"]

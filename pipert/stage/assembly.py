@@ -13,13 +13,13 @@ from torch import nn
 
 from pipert._typing import Value
 from pipert.layers.batchnorm import DeferredStats
-from pipert.layers.call import Layers, RandomLayers
+from pipert.layers.call import Layers
 from pipert.layers.parameter_copies import weights_elsewhere
-from pipert.layers.place import Place, last_layer
+from pipert.layers.place import Place
 from pipert.layers.random_numbers import draws
 from pipert.observe.event import WAIT
 from pipert.schedules.action import BACKWARD, FORWARD
-from pipert.skip.namespace import Key
+from pipert.skip.store import Key
 from pipert.stage.actions import ACTIONS
 from pipert.stage.call_boundary import CallBoundary
 from pipert.stage.copies import Copies
@@ -83,8 +83,7 @@ def assemble(
     """
     n = len(model.partitions)
     weights = weights_elsewhere(model.partitions, () if model.keeps_forward else run.devices)
-    previous = ["", *map(last_layer, model.partitions)]
-    places = [Place(j, n, run.plan.m, run.devices[j], previous[j]) for j in range(n)]
+    places = [Place(j, n, run.plan.m, run.devices[j]) for j in range(n)]
     exit_link = to_caller(run.outputs) if step is None else NOWHERE
     values = [from_caller(inputs), *[_between(run, place) for place in places[1:]], exit_link]
     gradients = [NOWHERE, *[_between(run, place) for place in places[:-1]], NOWHERE]
@@ -110,11 +109,9 @@ def assemble(
 def _layers(
     run: Run, partition: nn.Sequential, place: Place, has_skips: bool, step: Step | None
 ) -> Layers:
-    about = partition, place, run.context, has_skips, run.trace, run.effects
     draws_loss = step is not None and place.is_last and step.loss.draws
-    if draws_loss or draws(partition):
-        return RandomLayers(run.seed, *about)
-    return Layers(*about)
+    seed = run.seed if draws_loss or draws(partition) else None
+    return Layers(partition, place, run.context, has_skips, run.trace, run.effects, seed)
 
 
 def _between(run: Run, receiver: Place) -> Link:

@@ -18,7 +18,7 @@ from pipert.autograd import order
 from pipert.autograd.engine import differentiate
 from pipert.autograd.hooks import hiding_partial_gradients
 from pipert.autograd.leaves import Reachable, accumulators, find_leaves, is_in_python
-from pipert.autograd.weight_gradients import WeightDeferral, is_free_of_hooks
+from pipert.autograd.weight_gradients import defer_weights, differentiate_recomputed
 from pipert.batch.tensors import alone
 from pipert.errors import NestedCheckpointError
 from pipert.stage.gradients import Gradients as Sums
@@ -67,63 +67,35 @@ def differentiate_partition(
     _refuse_own_hooks(cut, reachable.leaves)
     run = partial(gradients_of, stage, reachable)
     xs = [crossing.entered for crossing in graph.entered]
+    later = cut.deferred.setdefault(i, []) if cut.defers_weights else None
     if graph.segments is not None:
-        graph.segments.in_step = partial(differentiate_recomputed, cut, i)
+        graph.segments.in_step = partial(differentiate_recomputed, later)
     try:
-        if cut.defers_weights:
-            later = cut.deferred.setdefault(i, [])  # what is recomputed on the way adds to it
-            put_off = WeightDeferral(reachable, ends)
-            leaves = put_off.leaves
-            found, own = put_off.differentiate(run, (*xs, *leaves), ys, dys)
-            later += own
-        else:
+        if later is None:
             leaves = reachable.leaves
-            found = run((*xs, *leaves), ys, dys)
+            found = run(ys, (*xs, *leaves), dys)
+        else:
+            found, leaves = defer_weights(ys, xs, dys, reachable, later, run)
     finally:
         if graph.segments is not None:  # which a tensor that a layer keeps holds
             graph.segments.in_step = None
     dxs = [None if dx is None else alone(dx) for dx in found[: len(xs)]]
-    found = found[len(xs) :]
     for crossing, dx in zip(graph.entered, dxs, strict=True):
         crossing.gradient = dx
     if stage.place.j == 0:
         cut.step.input_gradients[i] = dxs
     cut.copies.let_others_copy(i)  # before the sums: the copy needs none of them
-    cut.gradients.add(leaves, found)
+    cut.gradients.add(leaves, found[len(xs) :])
 
 
 _node: Callable[[Any], Any] = attrgetter("node")
 
 
-def differentiate_recomputed(
-    cut: StepBoundary, i: int, node: Any, ys: Edges, wanted: Sequence[Any], dys: Sequence[Tensor]
-) -> Gradients:
-    """Return the gradients of what a recomputed call of a layer began with, inside of ``B[i,j]``.
-
-    Those that ``W[i,j]`` will compute are left out; none if hooks see what the call's ``node``
-    returns.
-    """
-    # Or there is no W, or a stored tensor goes back when the step is over.
-    if i not in cut.deferred or not is_free_of_hooks(node):
-        return differentiate(ys, wanted, dys)
-    ends = list(map(_node, ys))
-    begins = {one.node for one in wanted if not isinstance(one, Tensor)}
-    reachable = find_leaves(ends, stop=begins)
-    put_off = WeightDeferral(reachable, ends)
-    rest = {id(leaf) for leaf in put_off.leaves}
-    now = [one for one in wanted if not isinstance(one, Tensor) or id(one) in rest]
-    run = lambda wanted, ys, dys: differentiate(ys, wanted, dys)  # noqa: E731
-    found, later = put_off.differentiate(run, now, ys, dys)
-    cut.deferred[i] += later
-    gradients = dict(zip(map(id, now), found, strict=True))
-    return [gradients.get(id(one)) for one in wanted]
-
-
 def gradients_of(
     stage: Stage,
     reachable: Reachable,
-    wanted: Sequence[Any],
     ys: Sequence[Any],
+    wanted: Sequence[Any],
     dys: Sequence[Tensor],
 ) -> Gradients:
     """Differentiate ``ys`` by ``wanted`` on this thread.

@@ -75,7 +75,7 @@ class CallBoundary:
                 wait = partial(self.copies.order, i, waiter=copying, awaited=compute)
                 if isinstance(y, Carried):  # a tensor that is both has two gradients to wait for
                     y, skips = y
-                    skips = {key: (left, wait(skip)) for key, (left, skip) in skips.items()}
+                    skips = {key: wait(skip) for key, skip in skips.items()}
                     y = Carried(wait(y), skips)
                 else:
                     y = wait(y)

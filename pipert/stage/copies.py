@@ -15,7 +15,6 @@ from pipert.autograd import streams, transfer
 from pipert.autograd.transfer import Stream
 from pipert.batch.tensors import differentiable, select
 from pipert.observe.event import COPY, WAIT
-from pipert.observe.run_trace import RunTrace
 from pipert.stage.run import Run
 from pipert.workers.context import NOTHING
 
@@ -106,7 +105,7 @@ class Copies:
         here, there, size = (self._device, target), (home, source), 0
         if trace is not None:
             size = sum([tensor.nbytes for tensor in tensors])
-            event = COPY, i, j, self._device, *_timed_by(trace, there, here)
+            event = COPY, i, j, self._device, *self._timed_by(there, here)
             copying = trace.during(*event, source=home, origin=origin, bytes=size)
         with copying:
             if self._in_graph(tensors[0]) and not self._is_cut:
@@ -118,7 +117,7 @@ class Copies:
         for old, new in zip(tensors, moved, strict=True) if self._is_cut else ():
             new.requires_grad_(old.requires_grad)
         if trace is not None:
-            event = COPY, i, j if origin is None else origin, home, *_timed_by(trace, here, there)
+            event = COPY, i, j if origin is None else origin, home, *self._timed_by(here, there)
             node = moved[0].grad_fn  # which copies the gradient back
             trace.watch_node(node, *event, source=self._device, origin=j, bytes=size)
         return moved
@@ -146,12 +145,12 @@ class Copies:
             if copying is not None:
                 streams.wait(copying, streams.compute_stream(self._device))
 
+    def _timed_by(self, *sides: tuple[torch.device, Stream]) -> tuple[torch.device, Stream]:
+        """Return the clock and the stream that time a copy: those of the first side on CUDA.
 
-def _timed_by(
-    trace: RunTrace, *sides: tuple[torch.device, Stream]
-) -> tuple[torch.device, Stream]:
-    """Return the clock and the stream that time a copy: those of the first side on CUDA."""
-    for device, stream in sides:
-        if stream is not None and trace.knows(device):
-            return device, stream
-    return torch.device("cpu"), None
+        A recording knows the clocks of the pipe's devices, not of all that the caller uses.
+        """
+        for device, stream in sides:
+            if stream is not None and device in self._run.devices:
+                return device, stream
+        return torch.device("cpu"), None

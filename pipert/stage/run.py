@@ -28,8 +28,7 @@ from pipert.observe.run_trace import RunTrace
 from pipert.queues.locks import Latch
 from pipert.recompute.effects import Effects
 from pipert.schedules.plan import Plan
-from pipert.skip.namespace import Key
-from pipert.skip.store import Stashed
+from pipert.skip.store import Key, Stashed
 from pipert.workers.context import CallerContext
 
 

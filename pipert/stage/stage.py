@@ -41,8 +41,7 @@ from pipert.layers.place import Place
 from pipert.queues.closable import ClosableQueue, Once
 from pipert.recompute.public import begin_microbatch, end_microbatch
 from pipert.schedules.action import BACKWARD, WEIGHT, Action
-from pipert.skip.namespace import Key
-from pipert.skip.store import Carried, Stashed
+from pipert.skip.store import Carried, Key, Stashed
 from pipert.stage.call_boundary import CallBoundary
 from pipert.stage.run import Outcome, Run
 from pipert.stage.shared_memory import Shared, find_shared
@@ -184,9 +183,9 @@ class Stage:
         skips = {key: self._bring(i, key) for key in arriving}
         return Carried(self._cross(i, x, self.boundary.copies.previous), skips)
 
-    def _bring(self, i: int, key: Key) -> tuple[int, Value]:
+    def _bring(self, i: int, key: Key) -> Value:
         stashed = self.run.skips[i].pop(key)
-        return stashed.left, self._cross(i, stashed.get(key), stashed.origin, is_skip=True)
+        return self._cross(i, stashed.get(key), stashed.origin, is_skip=True)
 
     def _cross(self, i: int, value: Value, origin: int | None, is_skip: bool = False) -> Value:
         self.shared.append(find_shared(value))
@@ -194,8 +193,8 @@ class Stage:
 
     def send_skips(self, i: int, y: Carried) -> Value:
         """Leave the skips beside an output to the stages that pop them; return the output."""
-        for key, (left, value) in y.skips.items():
-            self.run.skips[i][key] = Stashed(value, left, self.place.j)
+        for key, value in y.skips.items():
+            self.run.skips[i][key] = Stashed(value, self.place.j)
         return y.value
 
     def give_up(self) -> None:

@@ -114,7 +114,7 @@ class Pool:
         """Make every thread end after its current task, without waiting for it (P3)."""
         self._closed = True
         if self._pid == os.getpid():
-            for thread in self._threads:
+            for thread in list(self._threads):
                 thread.stop()
 
     def close(self, join: bool = True, timeout: float | None = None) -> list[int]:
@@ -207,3 +207,11 @@ def _end_all() -> None:
     deadline = time.monotonic() + _AT_EXIT
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def assign_workers(devices: Sequence[torch.device]) -> list[int]:
+    """Return the worker of each partition: one for each device, and for each plain ``'cpu'``."""
+    # An object() is equal to no other, so each plain 'cpu' gets a number of its own.
+    logical = [object() if device == torch.device("cpu") else device for device in devices]
+    numbers = {device: k for k, device in enumerate(dict.fromkeys(logical))}
+    return [numbers[device] for device in logical]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.any_model.families.adapters import ADAPTED
 from tests.any_model.families.decoders import DECODERS
 from tests.any_model.families.diffusion import DIFFUSION
@@ -12,7 +14,7 @@ from tests.any_model.families.speech_and_vision import SPEECH_AND_VISION
 from tests.any_model.families.vision import VISION
 from tests.any_model.family import Family
 
-__all__ = ["ZOO"]
+__all__ = ["RUNNING", "ZOO", "each_family"]
 
 ZOO: list[Family] = [
     *DECODERS,
@@ -24,3 +26,10 @@ ZOO: list[Family] = [
     *DIFFUSION,
     *ADAPTED,
 ]
+
+RUNNING = [family for family in ZOO if not family.why_not]
+
+each_family = pytest.mark.parametrize(
+    "family",
+    [pytest.param(f, marks=[pytest.mark.sweep] * f.seldom, id=f.name) for f in RUNNING],
+)

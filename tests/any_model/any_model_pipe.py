@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from pipert.model.split import check_balance, check_module, require_balance, sequential
+from pipert.model.split import check_balance, check_module, sequential
 from pipert.pipes.module_pipe import ModulePipe
 from pipert.skip.declarations import declarations
 
@@ -34,8 +34,7 @@ class AnyModelPipe(ModulePipe):
             import pytest  # not at the top: scripts do without it
 
             pytest.skip("stashes and pops skips, which are for the layers of an nn.Sequential")
-        self.__dict__["balance"] = numbers = require_balance(balance)
-        check_balance(module, numbers)
+        self.__dict__["balance"] = numbers = check_balance(module, balance)
         names = list(module._modules)
         starts = [sum(numbers[:k]) for k in range(1, len(numbers))]
         defaults: dict[str, Any] = {

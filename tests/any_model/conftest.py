@@ -1,12 +1,10 @@
-"""Runs each test on a thread of its own (``tests/helpers/own_thread.py`` says why)."""
+"""Ignores a warning that some families raise."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.helpers.own_thread import pytest_pyfunc_call
-
-__all__ = ["pytest_collection_modifyitems", "pytest_pyfunc_call"]
+__all__ = ["pytest_collection_modifyitems"]
 
 _KEPT = {"funnel": "pooling_mult", "recurrentgemma": "recurrent_states"}  # which is harmless
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import pipert
 from tests.any_model.family import ROWS, Family, Made
 from tests.any_model.piped import pipeline
 
@@ -120,3 +121,19 @@ def test_other_changes_are_accepted(change: Callable[[Any], None], schedule: str
     total(plain(x)).backward()
     for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(found.grad, expected.grad)
+
+
+class LeavingOut(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.second.forward(self.first(x))
+
+
+def test_a_cut_that_no_call_reaches_is_named_after_the_first_run() -> None:
+    with pipert.pipeline(LeavingOut(), ["second"], devices=["cpu"] * 2) as pipe:
+        with pytest.warns(UserWarning, match="no partition begins at layer 'second'"):
+            pipe(torch.ones(2, 4))
+        pipe(torch.ones(2, 4))  # here, a warning is an error

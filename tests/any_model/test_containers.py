@@ -237,10 +237,10 @@ def test_with_one_micro_batch_a_container_that_a_forward_fills_is_the_caller_s(k
 
 
 @pytest.mark.parametrize("kind", [dict, list, Keys])
-def test_with_several_a_container_that_a_forward_fills_is_refused_by_name(kind: type) -> None:
+def test_with_several_a_container_that_a_forward_fills_is_refused(kind: type) -> None:
     pipe, plain, x = filling(chunks=2)
     with pipe:
-        with pytest.raises(ValueError, match=r"adds to its argument 'seen'.*chunks=1"):
+        with pytest.raises(ValueError, match=r"adds to a list or a mapping.*chunks=1"):
             pipe.module(x, seen=kind(), more={"shift": x})
         more = {"shift": x}
         torch.testing.assert_close(pipe.module(x, None, more), plain(x, None, dict(more)))

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import pipert
-from pipert.any_model.microbatch_thread import MicroBatchThread
+from pipert.any_model.model import MicroBatchThread
 from pipert.errors import PipelineTimeout, PipertError, WorkerBusyError
 from pipert.layers.random_numbers import current_task
 from pipert.pipes.module_pipe import ModulePipe

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.any_model.all_families import ZOO
+from tests.any_model.all_families import RUNNING, each_family
 from tests.any_model.family import Family, Made
 from tests.any_model.piped import (
     CHUNKS,
@@ -25,11 +25,6 @@ from tests.any_model.piped import (
 )
 from tests.any_model.reference import Result, reference
 
-RUNNING = [family for family in ZOO if not family.why_not]
-each_family = pytest.mark.parametrize(
-    "family",
-    [pytest.param(f, marks=[pytest.mark.sweep] * f.seldom, id=f.name) for f in RUNNING],
-)
 OFTEN, SELDOM = ([f for f in RUNNING if f.seldom == seldom] for seldom in (False, True))
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from tests.any_model.all_families import ZOO
+from tests.any_model.all_families import each_family
 from tests.any_model.family import ROWS, Family
 from tests.any_model.piped import CHUNKS, made, pipeline
 from tests.any_model.reference import Result, detached, reference, sizes_of, split, state_of
@@ -21,14 +21,6 @@ WHERE = [
     pytest.param("cuda", marks=[pytest.mark.cuda, pytest.mark.multi_gpu], id="gpus"),
 ]
 each_place = pytest.mark.parametrize("kind", WHERE)
-each_family = pytest.mark.parametrize(
-    "family",
-    [
-        pytest.param(f, marks=[pytest.mark.sweep] * f.seldom, id=f.name)
-        for f in ZOO
-        if not f.why_not
-    ],
-)
 
 
 def in_place(model: nn.Module, family: Family, kind: str, chunks: int) -> Any:

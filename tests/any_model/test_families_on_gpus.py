@@ -9,22 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from tests.any_model.all_families import ZOO
+from tests.any_model.all_families import each_family
 from tests.any_model.family import ROWS, Family
 from tests.any_model.piped import How, chunks_of, each_how, made, step
 from tests.any_model.reference import first_rows, reference
 from tests.any_model.same import assert_same
 
 pytestmark = [pytest.mark.cuda, pytest.mark.multi_gpu]
-
-each_family = pytest.mark.parametrize(
-    "family",
-    [
-        pytest.param(f, marks=[pytest.mark.sweep] * f.seldom, id=f.name)
-        for f in ZOO
-        if not f.why_not
-    ],
-)
 
 
 def forget_states(model: nn.Module) -> None:

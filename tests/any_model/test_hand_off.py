@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 
 import pipert
 from pipert._typing import Value
-from pipert.any_model.hand_off import HandOff
+from pipert.any_model.microbatch_forward import MicroBatchForward
 from pipert.stage.stage import Stage
 from tests.helpers.event_log import Log
 
@@ -21,15 +20,15 @@ def test_the_next_partition_does_not_wait_for_a_worker_to_wake(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     begun, waited = threading.Event(), []
-    hand_off = HandOff.hand_off
+    hand_off = MicroBatchForward.hand_off
 
-    def hand_off_for_long(self: HandOff, stage: Stage, is_lost: Callable[[], bool]) -> Any:
-        value = hand_off(self, stage, is_lost)
+    def hand_off_for_long(self: MicroBatchForward, stage: Stage) -> Any:
+        value = hand_off(self, stage)
         if stage.place.j == 0:
             waited.append(begun.wait(10))
         return value
 
-    monkeypatch.setattr(HandOff, "hand_off", hand_off_for_long)
+    monkeypatch.setattr(MicroBatchForward, "hand_off", hand_off_for_long)
     model = Model()
     model.second.register_forward_pre_hook(lambda *_: begun.set())
     with pipert.pipeline(model, ["second"], devices=["cpu"] * 2, chunks=1) as pipe:
@@ -40,15 +39,15 @@ def test_the_next_partition_does_not_wait_for_a_worker_to_wake(
 def test_observers_see_a_partition_end_before_the_next_begins(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    log, hand_off = Log(), HandOff.hand_off
+    log, hand_off = Log(), MicroBatchForward.hand_off
 
-    def hand_off_for_long(self: HandOff, stage: Stage, is_lost: Callable[[], bool]) -> Any:
-        value = hand_off(self, stage, is_lost)
+    def hand_off_for_long(self: MicroBatchForward, stage: Stage) -> Any:
+        value = hand_off(self, stage)
         if stage.place.j == 0:
             threading.Event().wait(0.1)  # the next would begin meanwhile
         return value
 
-    monkeypatch.setattr(HandOff, "hand_off", hand_off_for_long)
+    monkeypatch.setattr(MicroBatchForward, "hand_off", hand_off_for_long)
     with pipert.pipeline(Model(), ["second"], devices=["cpu"] * 2, chunks=1) as pipe:
         pipe.add_observer(log)
         pipe(torch.ones(1, 3))
@@ -62,15 +61,15 @@ def test_observers_see_a_partition_end_before_the_next_begins(
 def test_an_exception_thrown_into_a_thread_that_hands_back_is_raised(
     when: str, caught: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hand_back = HandOff.hand_back
+    hand_back = MicroBatchForward._hand_back
 
-    def fail_once(self: HandOff, j: int, value: Value) -> None:
-        monkeypatch.setattr(HandOff, "hand_back", hand_back)
+    def fail_once(self: MicroBatchForward, j: int, value: Value) -> None:
+        monkeypatch.setattr(MicroBatchForward, "_hand_back", hand_back)
         if when == "handed back":
             hand_back(self, j, value)
         raise ZeroDivisionError
 
-    monkeypatch.setattr(HandOff, "hand_back", fail_once)
+    monkeypatch.setattr(MicroBatchForward, "_hand_back", fail_once)
     model = Catching() if caught else Model()
     with pipert.pipeline(model, ["second"], devices=["cpu"] * 2, chunks=2) as pipe:
         with pytest.raises(ZeroDivisionError):

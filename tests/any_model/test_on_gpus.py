@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -73,6 +74,14 @@ def take_step(
     return loss
 
 
+@contextlib.contextmanager
+def own_streams() -> Iterator[None]:
+    """Makes streams of the caller's own the current ones on two devices."""
+    one, other = [torch.cuda.Stream(k) for k in range(2)]  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(one), torch.cuda.stream(other):
+        yield
+
+
 @each_how
 def test_arguments_on_the_cpu_are_copied_if_all_partitions_share_one_gpu(how: How) -> None:
     model, (x, target) = Tied().double(), torch.randn(2, 6, 8, dtype=torch.float64)
@@ -126,8 +135,7 @@ def test_arguments_and_the_caller_s_streams_may_be_anywhere(how: How) -> None:
     model = Tied().double()
     plain, (x, target) = copy.deepcopy(model), torch.randn(2, 6, 8, dtype=torch.float64)
     go_back(loss_of(plain(x), target))
-    streams = [torch.cuda.Stream(k) for k in range(2)]  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(streams[0]), torch.cuda.stream(streams[1]):
+    with own_streams():
         x, target = x.to("cuda:1"), target.to("cuda:1")
         take_step(model, how, x * 1, target * 1)
         grads = [p.grad.cpu() for p in model.parameters() if p.grad is not None]
@@ -165,12 +173,13 @@ class MakesElsewhere(nn.Module):
 
 def test_tensors_made_on_another_device_are_copied() -> None:
     model, x = MakesElsewhere(), torch.randn(4, 8)
-    with pipert.pipeline(model, ["last"], devices=["cuda:0", "cuda:1"], chunks=2) as pipe:
+    options: dict[str, Any] = {"devices": ["cuda:0", "cuda:1"], "chunks": 2}
+    with own_streams(), pipert.pipeline(model, ["last"], **options) as pipe:
         for _ in range(3):
             output = pipe(x).cpu()
-        loss = pipe.forward_backward(x, loss_fn=lambda output, _: output.mean())
+        loss = pipe.forward_backward(x, loss_fn=lambda output, _: output.mean()).cpu()
     assert output.isfinite().all()
-    torch.testing.assert_close(loss.cpu(), output.mean())
+    torch.testing.assert_close(loss, output.mean())
 
 
 class Warm(nn.Module):

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pipert import RecomputationError
 from tests.any_model.family import ROWS, Family, Made
-from tests.any_model.piped import HOWS, How, assert_equal, in_each_how, results
+from tests.any_model.piped import How, assert_equal, in_each_how, results
 
 MODELS: list[type[Three]] = []
 
@@ -276,16 +276,6 @@ class Frozen(Three):
         return self.c(self.b(self.a(x)))
 
 
-class ToSparse(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.to_sparse()
-
-
-class ToDense(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.to_dense()
-
-
 def family(model: type[Three], **batch: Any) -> Family:
     batch = batch or {"x": torch.randn(ROWS, 4, dtype=torch.float64)}
     example = batch if model.needs_example else None
@@ -302,15 +292,3 @@ def test_code_between_layers_has_the_plain_models_results(model: type[Three], ho
             results(own.make(), own, how)
     else:
         assert_equal(*results(own.make(), own, how))
-
-
-@pytest.mark.parametrize("how", [how for how in HOWS if how.checkpoint == "always"], ids=str)
-def test_a_recomputed_layer_may_return_a_sparse_tensor(how: How) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Sequential(nn.Linear(4, 4), ToSparse()), nn.Sequential(ToDense(), nn.Linear(4, 4)),
-        nn.Linear(4, 4),
-    ).double()  # fmt: skip
-    batch = {"input": torch.randn(ROWS, 4, dtype=torch.float64)}
-    own = Family("Sparse", lambda: Made(model, batch), ("2",))
-    assert_equal(*results(own.make(), own, how))

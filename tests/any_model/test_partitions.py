@@ -5,22 +5,12 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import pytest
 from torch import nn
 
 from pipert.layers.intercepted import current_thread
-from tests.any_model.all_families import ZOO
+from tests.any_model.all_families import each_family
 from tests.any_model.family import Family
 from tests.any_model.piped import HOWS, made, step
-
-each_family = pytest.mark.parametrize(
-    "family",
-    [
-        pytest.param(f, marks=[pytest.mark.sweep] * f.seldom, id=f.name)
-        for f in ZOO
-        if not f.why_not
-    ],
-)
 
 
 @each_family

@@ -49,7 +49,7 @@ def test_a_change_under_another_name_is_right_in_a_call_and_refused_in_a_step(
     changed: int, used: int, later: bool, how: How
 ) -> None:
     is_followed = changed == used and (later or used == 0)
-    refused = how.schedule and not is_followed and "changed in place in a later one, and used under"
+    refused = how.schedule and not is_followed and "under another name, such as a view"
     compare(ChangingViews(changed, used, later), ("b", "c"), how, refused or "")
 
 

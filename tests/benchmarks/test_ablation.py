@@ -12,7 +12,7 @@ from _ablation import Components, only, through_all_between
 from torch import Tensor, nn
 
 from pipert import Pipe
-from pipert.skip import pop, skippable, stash
+from pipert.skip import Skippable, pop, skippable, stash
 from pipert.skip.declarations import keys_of
 
 EVERY = [Components(*on) for on in itertools.product([True, False], repeat=3)]
@@ -24,28 +24,40 @@ PLACES = [
 Train = Callable[[Pipe, Tensor], Tensor]
 
 
-@skippable(stash={"skip": 2})
+@skippable(stash=["near", "far"])
 class Stash(nn.Module):
     def forward(self, x: Tensor) -> Any:
-        yield stash("skip", x * 3)
+        y = x * 3
+        yield stash("near", y)
+        yield stash("far", y)
         return x
 
 
-@skippable(pop=["skip"])
-class Pop(nn.Module):
+class Pop(Skippable):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(4))
 
     def forward(self, x: Tensor) -> Any:
-        skip = yield pop("skip")
+        (name,) = self.skip_pops
+        skip = yield pop(name)
         return x + skip * self.weight
 
 
+@skippable(pop=["near"])
+class Near(Pop):
+    pass
+
+
+@skippable(pop=["far"])
+class Far(Pop):
+    pass
+
+
 def model() -> nn.Sequential:
-    """Makes partitions of two layers; a skip of the first is popped in the third and the fifth."""
-    layers = [nn.Linear(4, 4), Stash(), nn.Linear(4, 4), nn.Tanh(), Pop(), nn.Linear(4, 4)]
-    layers += [nn.Tanh(), nn.Linear(4, 4), Pop(), nn.Dropout()]
+    """Makes partitions of two layers; skips of the first are popped in the third and the fifth."""
+    layers = [nn.Linear(4, 4), Stash(), nn.Linear(4, 4), nn.Tanh(), Near(), nn.Linear(4, 4)]
+    layers += [nn.Tanh(), nn.Linear(4, 4), Far(), nn.Dropout()]
     return nn.Sequential(*layers)
 
 
@@ -88,6 +100,6 @@ def test_results_are_the_same_without_each_part(
 
 def test_direct_skips_touch_no_partition_in_between() -> None:
     with Pipe(model(), [2] * 5, devices=["cpu"] * 5) as pipe:
-        skip = ((None, "skip"),)
-        assert [*map(keys_of, pipe.partitions)] == [skip, (), skip, (), skip]
-        assert through_all_between(pipe.partitions) == (skip,) * 5
+        near, far = (None, "near"), (None, "far")
+        assert [*map(keys_of, pipe.partitions)] == [(far, near), (), (near,), (), (far,)]
+        assert through_all_between(pipe.partitions) == (*[(far, near)] * 3, (far,), (far,))

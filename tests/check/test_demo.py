@@ -34,7 +34,7 @@ def test_the_demo_leaves_what_it_says(
     assert ("picture.png" in files) == has_matplotlib
     assert ("pip install matplotlib" in said) != has_matplotlib
     assert all(file.stat().st_size for file in files.values())
-    assert "2 calls of 8 micro-batches" in files["report.txt"].read_text()
+    assert "Calls: 2, micro-batches: 8" in files["report.txt"].read_text()
     assert json.loads(files["trace.json"].read_text())["traceEvents"]
     losses = [float(loss) for loss in re.findall(r"loss (\d.*)", said)]
     assert losses[-1] < losses[0]

@@ -8,11 +8,13 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pipert import is_recomputing
 from tests.helpers.caller_settings import ROWS, Block, Hooks, Row
@@ -153,3 +155,98 @@ def test_a_recomputation_gets_tensors_of_the_class_that_its_forward_got(way: Way
         take_step(pipe, way, x, loss_fn=lambda y, _: y.square().mean())
     assert found[False] == {Labelled}
     assert found[True] == ({Labelled} if way.checkpoint != "never" else set())
+
+
+# Settings that are not carried, but of the process ------------------------------------------------
+
+
+class Setting(NamedTuple):
+    set: Callable[[Any], object]
+    see: Callable[[], Any]
+    inside: Any
+
+
+SETTINGS = {
+    "default dtype": Setting(torch.set_default_dtype, torch.get_default_dtype, torch.float64),
+    "deterministic": Setting(
+        torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled, True
+    ),
+    "sdpa kernel": Setting(
+        torch.backends.cuda.enable_math_sdp, torch.backends.cuda.math_sdp_enabled, False
+    ),
+}
+
+
+@contextlib.contextmanager
+def inside(setting: Setting) -> Iterator[None]:
+    before = setting.see()
+    assert before != setting.inside
+    setting.set(setting.inside)
+    try:
+        yield
+    finally:
+        setting.set(before)
+
+
+@pytest.mark.parametrize("schedule", [CALL, "1f1b"])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_workers_see_a_setting_of_the_process_as_it_is_then(name: str, schedule: str) -> None:
+    """It is set around a step, or around the forward only of a call."""
+    setting, way = SETTINGS[name], Way(schedule, "always")
+    seen: dict[bool, set[Any]] = {False: set(), True: set()}
+
+    def see(x: Tensor) -> Tensor:
+        seen[is_recomputing()].add(setting.see())
+        return x.sin()
+
+    later = setting.see() if schedule == CALL else setting.inside
+    with piped(nn.Sequential(linear(3, 3), Apply(see)), [1, 1], way, chunks=2) as pipe:
+        with inside(setting):
+            x = torch.randn(4, 3, dtype=torch.float64)
+            loss = pipe(x).sum() if schedule == CALL else take_step(pipe, way, x)
+        if schedule == CALL:
+            loss.backward()
+    assert seen == {False: {setting.inside}, True: {later}}
+
+
+# Around one of forward and backward ---------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = linear(8, 24), linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(2, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.out(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+def gradients(
+    model: nn.Module, forward: Block, backward: Block
+) -> list[Tensor | None]:
+    with forward():
+        loss = model(torch.ones(4, 5, 8, dtype=torch.float64)).square().mean()
+    with backward():
+        loss.backward()
+    return [p.grad for p in model.parameters()]
+
+
+def math() -> contextlib.AbstractContextManager[None]:
+    return sdpa_kernel([SDPBackend.MATH])
+
+
+@pytest.mark.parametrize(
+    "forward, backward",
+    [(math, contextlib.nullcontext), (contextlib.nullcontext, math)],
+    ids=["around the forward", "around the backward"],
+)
+def test_a_recomputation_with_another_kernel_for_attention_is_right(
+    forward: Block, backward: Block
+) -> None:
+    module = nn.Sequential(*[Attention() for _ in range(4)])
+    plain = copy.deepcopy(module)
+    with piped(module, [2, 2], Way(CALL, "always"), chunks=2) as pipe:
+        found, expected = gradients(pipe, forward, backward), gradients(plain, forward, backward)
+    torch.testing.assert_close(found, expected)

@@ -13,13 +13,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import pipert
 from pipert import Pipe, current_microbatch, is_recomputing
 
 M = 4
 CPUS, GPUS = ["cpu"] * 2, ["cuda:0", "cuda:1"]
 cuda = [pytest.mark.cuda, pytest.mark.multi_gpu]
-kinds = pytest.mark.parametrize("kind", ["layers", "any model"])
 devices = pytest.mark.parametrize(
     "devices", [CPUS, pytest.param(GPUS, marks=cuda)], ids=["CPU", "GPUs"]
 )
@@ -77,11 +75,9 @@ def values() -> Tensor:
     return torch.arange(1.0, M + 1).view(M, 1).repeat(1, 2).requires_grad_()
 
 
-def make(kind: str, devices: list[str], *layers: nn.Module, checkpoint: str = "never") -> Any:
-    module, options = nn.Sequential(*layers), dict[str, Any](chunks=M, checkpoint=checkpoint)
-    if kind == "layers":
-        return Pipe(module, [1, 1], devices=devices, **options)
-    return pipert.pipeline(module, cuts=["1"], devices=devices, **options)
+def make(devices: list[str], *layers: nn.Module, checkpoint: str = "never") -> Pipe:
+    module = nn.Sequential(*layers)
+    return Pipe(module, [1, 1], devices=devices, chunks=M, checkpoint=checkpoint)
 
 
 def loss_that_notes(seen: Seen) -> Callable[[Tensor, Tensor], Tensor]:
@@ -94,14 +90,13 @@ def loss_that_notes(seen: Seen) -> Callable[[Tensor, Tensor], Tensor]:
 
 @pytest.mark.pairwise
 @devices
-@kinds
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
 def test_in_all_tasks_of_a_step(
-    kind: str, devices: list[str], checkpoint: str, schedule: str
+    devices: list[str], checkpoint: str, schedule: str
 ) -> None:
     seen, x = Seen(), values()
-    with make(kind, devices, Product(seen), HookedProduct(seen), checkpoint=checkpoint) as pipe:
+    with make(devices, Product(seen), HookedProduct(seen), checkpoint=checkpoint) as pipe:
         pipe.forward_backward(
             x, target=x.detach(), loss_fn=loss_that_notes(seen), schedule=schedule, reduction="sum"
         )
@@ -112,11 +107,10 @@ def test_in_all_tasks_of_a_step(
 
 
 @devices
-@kinds
-def test_in_gradients_of_weights_that_were_put_off(kind: str, devices: list[str]) -> None:
+def test_in_gradients_of_weights_that_were_put_off(devices: list[str]) -> None:
     seen, x = Seen(), values()
     layers = TransposedProduct(seen), TransposedProduct(seen)
-    with make(kind, devices, *layers) as pipe:
+    with make(devices, *layers) as pipe:
         pipe.forward_backward(
             x, target=x.detach(), loss_fn=loss_that_notes(Seen()), schedule="zb-h1", reduction="sum"
         )
@@ -124,10 +118,9 @@ def test_in_gradients_of_weights_that_were_put_off(kind: str, devices: list[str]
 
 
 @devices
-@kinds
-def test_in_the_forward_and_the_recomputations_of_a_call(kind: str, devices: list[str]) -> None:
+def test_in_the_forward_and_the_recomputations_of_a_call(devices: list[str]) -> None:
     seen, x = Seen(), values()
-    with make(kind, devices, Product(seen), HookedProduct(seen), checkpoint="always") as pipe:
+    with make(devices, Product(seen), HookedProduct(seen), checkpoint="always") as pipe:
         y = pipe(x)
         torch.autograd.backward((y * x.detach().to(y.device)).sum())
     of_tasks = [(found, true) for phase, found, true in seen.all if phase != "B"]

@@ -133,14 +133,6 @@ def test_the_output_of_a_call_requires_grad_when_the_plain_modules_does(
         assert pipe(x).requires_grad == module(x).requires_grad
 
 
-@pytest.mark.parametrize("requires_grad", [False, True], ids=["no grad", "grad"])
-@pytest.mark.parametrize("checkpoint", MODES)
-def test_a_call_may_have_everything_frozen(checkpoint: str, requires_grad: bool) -> None:
-    module = seven_layers().requires_grad_(False)
-    assert_equal(module, [3, 4], Way(CALL, checkpoint), batch(7, requires_grad))
-    assert set(grads_of(module).values()) == {None}
-
-
 @each_way
 def test_a_parameter_that_the_loss_does_not_depend_on_has_no_grad(way: Way) -> None:
     """Its partition runs backward, but its layer does not."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -136,28 +137,6 @@ def test_a_hook_of_a_parameter_that_partitions_share_gets_the_sum_once(
     plain_step(plain, x)
     assert len(seen) == 2
     same(seen[0], seen[1])
-    same(grads_of(module), grads_of(plain))
-
-
-@each_way
-def test_hooks_of_the_weights_of_a_recurrent_layer_are_called_once(way: Way) -> None:
-    """Torch receives these weights in a list."""
-    class Outputs(nn.Module):
-        def forward(self, value: tuple[Tensor, Any]) -> Tensor:
-            return value[0][:, -1]
-
-    def recurrent() -> Any:
-        torch.manual_seed(4)
-        lstm = nn.LSTM(3, 4, batch_first=True, dtype=torch.float64)
-        return nn.Sequential(nn.Identity(), lstm, Outputs(), linear(4, 2))
-
-    module, plain = recurrent(), recurrent()
-    x = torch.randn(6, 5, 3, dtype=torch.float64)
-    for one in (module, plain):
-        for parameter in one.parameters():
-            parameter.register_hook(lambda grad: grad * 2)
-    step(module, way, x)
-    plain_step(plain, x)
     same(grads_of(module), grads_of(plain))
 
 
@@ -294,19 +273,17 @@ REGISTER: dict[str, Callable[[Any, Any], Any]] = {
 
 
 @pytest.mark.filterwarnings("ignore:Using a non-full backward hook:FutureWarning")
-@pytest.mark.parametrize("kind", [pipert.Pipe, pipert.pipeline])
 @pytest.mark.parametrize("is_added", [False, True], ids=["removed", "added"])
 @pytest.mark.parametrize("hook", REGISTER)
 def test_a_module_s_hook_of_the_forward_alone_or_of_its_recomputation_alone_is_refused(
-    hook: str, is_added: bool, kind: Any
+    hook: str, is_added: bool
 ) -> None:
     def double(module: object, dxs: Any, _: object) -> tuple[Tensor | None, ...]:
         return tuple([None if dx is None else dx * 2 for dx in dxs])
 
     module, x = not_in_place(), batch(7, requires_grad=True)
     register = partial(REGISTER[hook], module[2], double)
-    cuts = [2, 3] if kind is pipert.Pipe else ["2"]
-    with kind(module, cuts, devices=["cpu"] * 2, chunks=3, checkpoint="always") as pipe:
+    with piped(module, [2, 3], Way(CALL, "always")) as pipe:
         if not is_added:
             handle = register()
         loss = mean(pipe(x), None)
@@ -325,6 +302,40 @@ def test_a_module_s_hook_of_the_forward_alone_or_of_its_recomputation_alone_is_r
     plain.load_state_dict(module.state_dict())
     mean(plain(x), None).backward()
     same(grads_of(module), grads_of(plain))
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.b(self.a(x))
+
+
+@pytest.mark.layered  # names both kinds of pipe
+@pytest.mark.parametrize("schedule", [CALL, "1f1b"])
+@pytest.mark.parametrize("kind", ["Pipe", "pipeline"])
+def test_hooks_of_a_model_run_for_each_micro_batch_and_those_of_a_pipe_once(
+    kind: str, schedule: str
+) -> None:
+    calls, chunks = Counter[str](), 4
+    options: Any = {"devices": ["cpu"] * 2, "chunks": chunks, "checkpoint": "never"}
+    if kind == "Pipe":
+        model: Any = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        pipe: Any = pipert.Pipe(model, [1, 1], **options)
+    else:
+        model = Two()
+        pipe = pipert.pipeline(model, ["b"], **options)
+    model.register_forward_hook(lambda *_: calls.update(["model"]))
+    model.register_full_backward_hook(lambda *_: calls.update(["model, backward"]))
+    pipe.register_forward_hook(lambda *_: calls.update(["pipe"]))
+    with pipe:
+        x = torch.ones(8, 2, requires_grad=True)
+        take_step(pipe, Way(schedule, "never"), x, loss_fn=lambda y, _: y.sum())
+    once = {"pipe": 1} if schedule == CALL else {}
+    of_model = chunks if kind == "pipeline" else len(once)
+    assert +calls == +Counter({**once, "model": of_model, "model, backward": of_model})
 
 
 # Backwards that are not linear in the gradient that they get --------------------------------------
@@ -443,22 +454,12 @@ def attributed() -> nn.Sequential:
     return nn.Sequential(Layer(), nn.Tanh(), Layer())
 
 
-@pytest.mark.parametrize("make", [pipert.Pipe, pipert.pipeline])
-@pytest.mark.parametrize("schedule", [None, "1f1b", "zb-h1"])
-@pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_a_saved_weight_has_its_attributes(
-    make: Any, schedule: str | None, checkpoint: str
-) -> None:
+@each_way
+def test_a_saved_weight_has_its_attributes(way: Way) -> None:
     module, plain, x = attributed(), attributed(), torch.ones(4, 3, dtype=torch.float64)
-    plain(x).sum().backward()
-    where: Any = [2, 1] if make is pipert.Pipe else ["2"]
-    with make(module, where, devices=["cpu"] * 2, chunks=2, checkpoint=checkpoint) as pipe:
-        if schedule is None:
-            pipe(x).sum().backward()
-        else:
-            pipe.forward_backward(
-                x, loss_fn=lambda y, _: y.sum(), reduction="sum", schedule=schedule
-            )
+    plain(x).mean().backward()
+    with piped(module, [2, 1], way, chunks=2) as pipe:
+        take_step(pipe, way, x, loss_fn=lambda y, _: y.mean())
     for found, expected in zip(module.parameters(), plain.parameters(), strict=True):
         attributes: list[Attributed] = [found, expected]
         torch.testing.assert_close(*[each.main_grad for each in attributes])

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import pipert
 from pipert import Pipe
 from tests.helpers.ways import batch, grads_of, same
 from tests.layers import Labelled
@@ -57,22 +56,15 @@ def on_cpu(module: nn.Module) -> dict[str, Tensor | None]:
 Make = Callable[[nn.Sequential], Any]
 
 
-CPUS, GPUS = ["cpu"] * 2, ["cuda:0", "cuda:1"]
-
-
 @pytest.fixture(
     params=[
-        ("layers", CPUS), ("any model", CPUS),
-        pytest.param(("layers", GPUS), marks=[pytest.mark.cuda, pytest.mark.multi_gpu]),
-        pytest.param(("any model", GPUS), marks=[pytest.mark.cuda, pytest.mark.multi_gpu]),
-    ],  # fmt: skip
-    ids=["layers", "any model", "layers on GPUs", "any model on GPUs"],
+        ["cpu"] * 2,
+        pytest.param(["cuda:0", "cuda:1"], marks=[pytest.mark.cuda, pytest.mark.multi_gpu]),
+    ],
+    ids=["CPU", "GPUs"],
 )
 def make(request: pytest.FixtureRequest) -> Make:
-    kind, devices = request.param
-    if kind == "layers":
-        return lambda module: Pipe(module, [1, 2], devices=devices, chunks=4)
-    return lambda module: pipert.pipeline(module, cuts=["1"], devices=devices, chunks=4)
+    return lambda module: Pipe(module, [1, 2], devices=request.param, chunks=4)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])

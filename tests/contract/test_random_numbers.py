@@ -5,16 +5,18 @@
 
 from __future__ import annotations
 
+import random
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from pipert import RecomputationError
 from tests.helpers.ways import (
     CALL,
-    MODES,
     Way,
     batch,
     each_way,
@@ -125,20 +127,6 @@ def test_a_seed_gives_the_same_bits_again_and_another_seed_others(way: Way) -> N
         same(gradients(5), gradients(6))
 
 
-@pytest.mark.parametrize("how", [CALL, "1f1b"])
-def test_recomputations_draw_the_numbers_of_their_forwards(how: str) -> None:
-    found = []
-    for checkpoint in MODES:
-        module = dropping()
-        torch.manual_seed(4)
-        x = batch(8)
-        with piped(module, [2, 3], Way(how, checkpoint), chunks=4) as pipe:
-            take_step(pipe, Way(how, checkpoint), x)
-        found.append(grads_of(module))
-    same(found[0], found[2], rtol=0, atol=0)
-    same(found[1], found[2], rtol=0, atol=0)
-
-
 class Noisy(nn.Module):
     """A loss that draws."""
 
@@ -232,3 +220,39 @@ class Weight(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x * self.weight
+
+
+# Generators that are not torch's, and those of a layer -------------------------------------------
+
+Draw = Callable[[], float]
+
+
+def python() -> Draw:
+    random.seed(0)
+    return random.random
+
+
+def numpy() -> Draw:
+    found = pytest.importorskip("numpy").random
+    found.seed(0)
+    return found.rand  # type: ignore[no-any-return]
+
+
+def one_generator() -> Draw:
+    generator = torch.Generator().manual_seed(0)
+    return lambda: float(torch.rand((), generator=generator))
+
+
+DRAWS = {"random": python, "numpy.random": numpy, "torch.Generator": one_generator}
+
+
+@pytest.mark.parametrize("made", DRAWS.values(), ids=DRAWS)
+@pytest.mark.parametrize("schedule", [CALL, "1f1b"])
+def test_a_recomputation_that_reads_a_state_further_on_is_refused(
+    schedule: str, made: Callable[[], Draw]
+) -> None:
+    draw, way = made(), Way(schedule, "always")
+    with piped(nn.Sequential(Apply(lambda x: x * draw())), [1], way, chunks=2) as pipe:
+        x = torch.ones(2, 4, requires_grad=True)
+        with pytest.raises(RecomputationError, match="returned other values"):
+            take_step(pipe, way, x, loss_fn=lambda y, _: y.sum())

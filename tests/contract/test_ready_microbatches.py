@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipert import Pipe, pipeline
+from pipert import Pipe
 from tests.helpers.ways import MODES, grads_of, linear, mean
 from tests.layers import Apply
 
@@ -47,10 +47,8 @@ def a_model(middle: nn.Module | None = None) -> Chain:
     return Chain(Entry(), middle or nn.Tanh(), linear(4, 4), nn.Sigmoid(), linear(4, 2))
 
 
-def a_pipe(kind: str, model: Chain, **options: Any) -> Any:
-    if kind == "Pipe":
-        return Pipe(nn.Sequential(*model), [1, 2, 2], devices=["cpu"] * 3, **options)
-    return pipeline(model, ["1", "3"], devices=["cpu"] * 3, **options)
+def a_pipe(model: Chain, **options: Any) -> Pipe:
+    return Pipe(nn.Sequential(*model), [1, 2, 2], devices=["cpu"] * 3, **options)
 
 
 def rows(of: Sequence[tuple[int, int]] = SHAPES[:4], width: int = 3) -> list[Tensor]:
@@ -94,30 +92,27 @@ FORMS: dict[str, tuple[Callable[[Tensor], Any], Callable[..., Any]]] = {
     "single": (lambda x: x, lambda m, x: m(x)),
 }
 
-kinds = pytest.mark.parametrize("kind", ["Pipe", "pipeline"])
 forms = pytest.mark.parametrize("form", FORMS)
 
 
 @pytest.mark.pairwise
-@kinds
 @forms
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "eager-1f1b"])
 @pytest.mark.parametrize("checkpoint", MODES)
 def test_loss_and_gradients_are_those_of_the_plain_loop(
-    kind: str, form: str, schedule: str, checkpoint: str
+    form: str, schedule: str, checkpoint: str
 ) -> None:
     """The mean is over micro-batches, whatever their shapes, and chunks splits nothing."""
     model, xs, targets = a_model(), rows(), rows(width=2)
     make, call = FORMS[form]
     expected = plain_step(model, [functools.partial(call, x=x) for x in xs], targets)
-    with a_pipe(kind, model, chunks=2, checkpoint=checkpoint) as pipe:
+    with a_pipe(model, chunks=2, checkpoint=checkpoint) as pipe:
         loss = pipe.forward_backward(
             microbatches=map(make, xs), target=targets, loss_fn=loss_fn, schedule=schedule
         )
     same((loss, grads(model)), expected)
 
 
-@kinds
 @pytest.mark.parametrize(
     ("options", "divisor", "scale"),
     [
@@ -128,21 +123,20 @@ def test_loss_and_gradients_are_those_of_the_plain_loop(
     ],
 )
 def test_losses_are_added_divided_and_scaled_as_asked(
-    kind: str, options: dict[str, Any], divisor: int, scale: float
+    options: dict[str, Any], divisor: int, scale: float
 ) -> None:
     model, xs, targets = a_model(), rows(), rows(width=2)
     calls = [lambda m, x=x: m(x) for x in xs]
     expected = plain_step(model, calls, targets, sums, divisor, scale)
-    with a_pipe(kind, model) as pipe:
+    with a_pipe(model) as pipe:
         loss = pipe.forward_backward(microbatches=xs, target=targets, loss_fn=sums, **options)
     same((loss, grads(model)), expected)
 
 
-@kinds
-def test_outputs_are_a_list_with_one_for_each(kind: str) -> None:
+def test_outputs_are_a_list_with_one_for_each() -> None:
     model, xs, targets = a_model(), rows(SHAPES), rows(SHAPES, 2)
     expected = [model(x).detach() for x in xs]
-    with a_pipe(kind, model) as pipe:
+    with a_pipe(model) as pipe:
         _, outputs = pipe.forward_backward(
             microbatches=xs, target=iter(targets), loss_fn=sums, reduction="sum",
             return_outputs=True,
@@ -160,14 +154,13 @@ class Taking(Entry):
         return y
 
 
-@kinds
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_the_caller_s_containers_are_not_changed(kind: str, checkpoint: str) -> None:
+def test_the_caller_s_containers_are_not_changed(checkpoint: str) -> None:
     model, xs, ones = a_model(), rows(), torch.ones(1, dtype=torch.float64)
     model[0] = Taking()
     batch: list[Any] = [{"x": [x], "more": {"bias": ones}} for x in xs]
     targets = [[t] for t in rows(width=2)]
-    with a_pipe(kind, model, checkpoint=checkpoint) as pipe:
+    with a_pipe(model, checkpoint=checkpoint) as pipe:
         for _ in range(2):
             pipe.forward_backward(
                 microbatches=batch, target=targets, loss_fn=lambda y, t: sums(y, t.pop())
@@ -177,8 +170,7 @@ def test_the_caller_s_containers_are_not_changed(kind: str, checkpoint: str) -> 
     assert all([*each["more"]] == ["bias"] for each in batch) and list(map(len, targets)) == [1] * 4
 
 
-@kinds
-def test_inputs_get_their_gradients_through_the_caller_s_graph(kind: str) -> None:
+def test_inputs_get_their_gradients_through_the_caller_s_graph() -> None:
     model, weight = a_model(), torch.tensor(1.5, dtype=torch.float64, requires_grad=True)
     xs, targets = rows(), rows(width=2)
     xs[1].requires_grad_()
@@ -188,7 +180,7 @@ def test_inputs_get_their_gradients_through_the_caller_s_graph(kind: str) -> Non
         loss_fn(plain(x * other, other), t) for x, t in zip(own, targets, strict=True)
     ]
     torch.stack(losses).mean().backward()  # type: ignore[no-untyped-call]
-    with a_pipe(kind, model) as pipe:
+    with a_pipe(model) as pipe:
         batch = [{"x": x * weight, "scale": weight} for x in xs]
         pipe.forward_backward(microbatches=batch, target=targets, loss_fn=loss_fn)
     same([x.grad for x in (weight, *xs)], [x.grad for x in (other, *own)])
@@ -204,7 +196,6 @@ class Failing:
         raise OSError("no more data")
 
 
-@kinds
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
@@ -217,11 +208,11 @@ class Failing:
     ],
 )
 def test_what_is_no_list_of_micro_batches_is_refused_and_leaves_nothing_behind(
-    kind: str, given: dict[str, Any], error: type[Exception], message: str
+    given: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     model = a_model()
     options: dict[str, Any] = {"microbatches": rows(), "target": rows(width=2), "loss_fn": loss_fn}
-    with a_pipe(kind, model) as pipe:
+    with a_pipe(model) as pipe:
         pipe.forward_backward(**options)
         before = grads(model)
         with pytest.raises(error, match=message):
@@ -231,15 +222,14 @@ def test_what_is_no_list_of_micro_batches_is_refused_and_leaves_nothing_behind(
     same(grads(model), [2 * grad for grad in before])
 
 
-@kinds
-def test_a_micro_batch_that_fails_is_named_and_no_gradient_is_added(kind: str) -> None:
+def test_a_micro_batch_that_fails_is_named_and_no_gradient_is_added() -> None:
     def fail(y: Tensor) -> Tensor:
         if y.shape[1] == 1:
             raise ValueError("too short")
         return y
 
     model = a_model(Apply(fail))
-    with a_pipe(kind, model) as pipe, pytest.raises(ValueError, match="too short") as caught:
+    with a_pipe(model) as pipe, pytest.raises(ValueError, match="too short") as caught:
         pipe.forward_backward(microbatches=rows(), loss_fn=lambda y, _: mean(y, None))
     assert any("micro-batch 2 of 4" in note for note in caught.value.__notes__)
     assert grads(model) == [None] * len(grads(model))

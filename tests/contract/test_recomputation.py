@@ -31,13 +31,22 @@ from tests.helpers.ways import (
 from tests.layers import Apply
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_anomaly_mode_finds_nan_in_the_backward(schedule: str) -> None:
-    module = nn.Sequential(linear(3, 3), Apply(lambda x: (x * 0).sqrt() * 0), linear(3, 3))
-    with piped(module, [2, 1], Way(schedule, "never"), chunks=2) as pipe:
-        with torch.autograd.set_detect_anomaly(True), pytest.warns(UserWarning, match="SqrtBackw"):
-            with pytest.raises(RuntimeError, match="SqrtBackward0.*returned nan"):
-                pipe.forward_backward(batch(4), loss_fn=mean, schedule=schedule)
+class RootOfZero(nn.Module):
+    """A layer with a gradient of infinity times zero."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sqrt(x * 0)  # the line that anomaly detection has to find
+
+
+@each_way
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled:UserWarning")
+def test_anomaly_mode_traces_nan_in_the_backward_to_the_line_of_the_layer(way: Way) -> None:
+    module = nn.Sequential(linear(3, 3), RootOfZero(), linear(3, 3))
+    with piped(module, [2, 1], way, chunks=2) as pipe, torch.autograd.detect_anomaly():
+        with pytest.warns(UserWarning) as seen:
+            with pytest.raises(RuntimeError, match="MulBackward0.*returned nan"):
+                take_step(pipe, way, batch(4))
+    assert any("the line that anomaly detection has to find" in str(each.message) for each in seen)
 
 
 @pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])

@@ -43,7 +43,7 @@ def test_a_step_is_that_of_the_plain_model(model: str, balance: list[int], way: 
 
 @pytest.mark.pairwise
 @each_way
-@pytest.mark.parametrize("model", ["crossing", "popped four times"])
+@pytest.mark.parametrize("model", ["crossing", "several in one layer"])
 @pytest.mark.parametrize(("rows", "chunks"), [(7, 1), (7, 2), (7, 7), (6, 3), (2, 3), (1, 3)])
 def test_a_step_equals_the_plain_models_for_every_split(
     rows: int, chunks: int, model: str, way: Way

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 
 from tests import simulated_gpus
 from tests.simulated_gpus.simulation import Simulation
-
-# As when Python starts an example as a script.
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 
 @pytest.fixture

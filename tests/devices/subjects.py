@@ -11,11 +11,7 @@ from models.unet import unet
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.devices.alone import Alone, alone
-from tests.devices.expected import Setting
-from tests.simulated_gpus.simulation import Simulation
-
-__all__ = ["SUBJECTS", "Parts", "Subject", "even", "split"]
+__all__ = ["SUBJECTS", "Subject", "even", "split"]
 
 
 @dataclass(frozen=True)
@@ -31,35 +27,6 @@ class Subject:
     def batch(self, m: int, n: int) -> tuple[Tensor, Tensor]:
         """Returns ``m`` micro-batches on the first of ``n`` devices, the targets on the last."""
         return torch.cat([self.x] * m).to("cuda:0"), torch.cat([self.target] * m).to(f"cuda:{n-1}")
-
-    def setting(self, way: str, mode: str, m: int, parts: Parts) -> Setting:
-        sizes = (m * self.x.nbytes, m * self.target.nbytes, m * parts.output)
-        return Setting(way, mode, m, *sizes)
-
-
-class Parts:
-    """The measurements of a model's partitions; in a step the loss belongs to the last one."""
-
-    def __init__(self, gpus: Simulation, subject: Subject, n: int, device: int) -> None:
-        partitions = split(subject.model, even(len(subject.model), n))
-        self._plain = alone(gpus, partitions, subject.x, device)
-        partitions[-1].append(_Loss(subject, device))
-        self._with_loss = alone(gpus, partitions, subject.x, device)
-        self.of_loss = self._with_loss[-1].saved - self._plain[-1].saved
-        self.output = self._plain[-1].sent
-
-    def of(self, way: str) -> list[Alone]:
-        """Returns the needs of each partition; ``way`` is as in :class:`Setting`."""
-        return self._plain if way == "backward" else self._with_loss
-
-
-class _Loss(nn.Module):
-    def __init__(self, subject: Subject, device: int) -> None:
-        super().__init__()
-        self.loss_fn, self.target = subject.loss_fn, subject.target.to(f"cuda:{device}")
-
-    def forward(self, y: Tensor) -> Tensor:
-        return self.loss_fn(y, self.target)
 
 
 def even(layers: int, n: int) -> list[int]:

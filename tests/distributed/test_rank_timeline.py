@@ -56,7 +56,7 @@ def test_each_rank_records_its_own_tasks(
             is_here = j % 2 == rank
             assert counts["forward", j] == 2 * M * is_here
             assert counts["backward", j] == M * is_here
-            assert counts["recompute", j] == recomputed * is_here
+            assert counts["recomputation", j] == recomputed * is_here
 
 
 class Notifier(Observer):

@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
 import sys
 import threading
 import time
@@ -30,11 +31,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
 from pipert import Pipe, pipeline
 from pipert.workers.worker import WorkerThread
-from tests.embedding import _ddp_steps
 
 WORLD = 2
 TIMEOUT = timedelta(seconds=10)  # of a reduction to which the other process does not come
@@ -52,6 +54,13 @@ def for_each_mode(function: Callable[..., None]) -> Callable[..., None]:
     """Adds a case for each checkpoint mode."""
     for mode in MODES:
         CASES[f"{function.__name__}-{mode}"] = partial(function, checkpoint=mode)
+    return function
+
+
+def for_each_schedule(function: Callable[..., None]) -> Callable[..., None]:
+    """Adds a case for each schedule of a step."""
+    for schedule in ("gpipe", "1f1b"):
+        CASES[f"{function.__name__}-{schedule}"] = partial(function, schedule=schedule)
     return function
 
 
@@ -326,6 +335,110 @@ def the_step_after_an_error_of_a_layer_is_right(rank: int, checkpoint: str) -> N
                 same(grads_of(module), grads_of(plain))
 
 
+# --- whole steps, with the code of docs/ddp.md ----------------------------------------------------
+
+PAGE = Path(__file__).parents[2] / "docs" / "ddp.md"
+BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+EACH = 5  # rows of each process
+
+
+def shown(name: str) -> Any:
+    """Returns a function or class of the page, without the lines that use it."""
+    names: dict[str, Any] = {"torch": torch, "nn": nn, "dist": dist}
+    (block,) = [block for block in BLOCKS if re.search(rf"^(class|def) {name}\(", block, re.M)]
+    source = re.split(r"^(?!class |def |\s|$)", block, maxsplit=1, flags=re.MULTILINE)[0]
+    exec(compile(source, str(PAGE), "exec"), names)
+    return names[name]
+
+
+def batch(seed: int) -> tuple[Tensor, Tensor]:
+    """Returns the rows of both processes and their targets."""
+    torch.manual_seed(seed)
+    return torch.cat(batches(EACH, EACH)), torch.randn(2 * EACH, 2, dtype=torch.float64)
+
+
+def of_rank(rank: int, *tensors: Tensor) -> list[Tensor]:
+    return [tensor[rank * EACH : (rank + 1) * EACH] for tensor in tensors]
+
+
+def plain_step(plain: nn.Module, x: Tensor, target: Tensor, share: float = 1.0) -> None:
+    (mse_loss(plain(x), target) * share).backward()  # type: ignore[no-untyped-call]
+
+
+def step_in_ddp(
+    pipe: Pipe, schedule: str, **options: Any
+) -> tuple[DistributedDataParallel, list[int]]:
+    """Wraps the page's step in DDP; also returns a list of the sizes of the buckets it reduces."""
+    sizes: list[int] = []
+
+    def reduce(bucket: Any) -> torch.futures.Future[Tensor]:
+        sizes.append(bucket.buffer().numel())
+        assert dist.group.WORLD is not None
+        return allreduce_hook(dist.group.WORLD, bucket)
+
+    ddp = DistributedDataParallel(shown("Step")(pipe, mse_loss, schedule=schedule), **options)
+    ddp.register_comm_hook(None, lambda _, bucket: reduce(bucket))
+    return ddp, sizes
+
+
+@for_each_schedule
+def averaged_gradients_are_those_of_the_whole_batch(rank: int, schedule: str) -> None:
+    module = five_layers()
+    plain = copy.deepcopy(module)
+    average = shown("average")
+    with piped(module) as pipe:
+        for seed in range(2):  # twice: the second adds to what is there
+            x, target = batch(seed)
+            rows, wanted = of_rank(rank, x, target)
+            pipe.zero_grad()
+            pipe.forward_backward(rows, target=wanted, loss_fn=mse_loss, schedule=schedule)
+            average(pipe.parameters())
+            plain.zero_grad()
+            plain_step(plain, x, target)
+            same(grads_of(module), grads_of(plain))
+
+
+@for_each_schedule
+def ddp_around_a_step_reduces_once_what_the_whole_batch_gives(rank: int, schedule: str) -> None:
+    module = five_layers()
+    plain = copy.deepcopy(module)
+    with piped(module) as pipe:
+        ddp, sizes = step_in_ddp(pipe, schedule)
+        for seed in range(3):
+            x, target = batch(seed)
+            sizes.clear()
+            ddp.zero_grad()
+            ddp(*of_rank(rank, x, target)).backward()
+            plain.zero_grad()
+            plain_step(plain, x, target)
+            same(grads_of(module), grads_of(plain))
+            assert sizes == [sum(p.numel() for p in module.parameters())]
+
+
+@for_each_schedule
+def ddp_around_a_step_accumulates_in_no_sync(rank: int, schedule: str) -> None:
+    module = five_layers()
+    plain = copy.deepcopy(module)
+    with piped(module) as pipe:
+        ddp, sizes = step_in_ddp(pipe, schedule, gradient_as_bucket_view=schedule == "gpipe")
+        for _ in range(2):
+            ddp.zero_grad()
+            plain.zero_grad()
+            sizes.clear()
+            for seed in range(3):
+                x, target = batch(seed)
+                rows = of_rank(rank, x, target)
+                if seed < 2:
+                    with ddp.no_sync():
+                        (ddp(*rows) / 3).backward()
+                    assert sizes == []
+                else:
+                    (ddp(*rows) / 3).backward()
+                plain_step(plain, x, target, 1 / 3)
+            assert len(sizes) == 1
+            same(grads_of(module), grads_of(plain))
+
+
 # --- the processes --------------------------------------------------------------------------------
 
 
@@ -350,7 +463,7 @@ def run(rank: int, folder: Path, left_out: list[str]) -> None:
     )  # fmt: skip
     found = {}
     began = time.monotonic()
-    for name, function in (CASES | _ddp_steps.CASES).items():
+    for name, function in CASES.items():
         if name in left_out:
             continue
         if time.monotonic() - began > ENOUGH:

@@ -14,9 +14,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo import compiled_autograd
 
+import pipert
 from pipert import Pipe, TransformError
 from tests.helpers import scripts
+from tests.helpers.ways import Way, each_way, grads_of, mean, same, take_step
 
 pytestmark = [
     pytest.mark.slow,  # the first compilation imports for seconds
@@ -27,9 +30,6 @@ pytestmark = [
 
 WAIT = 30.0  # s; what should happen at once is given up after it
 NEVER = 0.2  # s; how long to wait for what must not happen
-
-same = torch.testing.assert_close
-MODES = ["always", "except_last", "never"]
 
 
 class Block(nn.Module):
@@ -90,19 +90,35 @@ def batch(rows: int) -> Tensor:
 # The recipe ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("recipe", "checkpoint"),
-    [*[("torch.compile(layer)", mode) for mode in MODES], ("layer.compile()", "except_last")],
-)
-def test_a_model_of_compiled_layers_trains_as_the_plain_model(
-    devices: list[str], recipe: str, checkpoint: str
+@pytest.mark.pairwise
+@each_way
+@recipes
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_step_of_compiled_layers_is_that_of_the_plain_module(
+    backend: str, recipe: str, way: Way
 ) -> None:
     plain = blocks(2)
-    module = RECIPES[recipe](copy.deepcopy(plain), backend="aot_eager")
-    with pipe_of(module, devices, checkpoint=checkpoint) as pipe:
+    module = RECIPES[recipe](copy.deepcopy(plain), backend=backend)
+    with pipe_of(module, checkpoint=way.checkpoint) as pipe:
         for rows in (6, 7):  # another size compiles again, in the workers and in the backward
             x = batch(rows)
-            same(step(pipe, x), step(plain, x))
+            take_step(pipe, way, x, loss_fn=squares)
+            squares(plain(x), None).backward()
+    same([p.grad for p in pipe.parameters()], [p.grad for p in plain.parameters()])
+
+
+def squares(y: Tensor, _: Any) -> Any:
+    return y.square().mean()
+
+
+def test_the_loss_may_be_compiled_too(devices: list[str]) -> None:
+    plain, x = blocks(), batch(7)
+    module = compiled_in_place(copy.deepcopy(plain), backend="aot_eager")
+    with pipe_of(module, devices) as pipe:
+        pipe.forward_backward(x, loss_fn=torch.compile(squares, backend="aot_eager"))
+    squares(plain(x), None).backward()
+    found = {name: None if dw is None else dw.cpu() for name, dw in grads_of(module).items()}
+    same(found, grads_of(plain))
 
 
 @recipes
@@ -116,35 +132,6 @@ def test_layers_are_really_compiled(recipe: str) -> None:
     with pipe_of(RECIPES[recipe](blocks(2), backend=backend), checkpoint="never") as pipe:
         pipe(batch(6))
     assert graphs and threading.get_ident() not in graphs
-
-
-@pytest.mark.parametrize("checkpoint", ["always", "never"])
-def test_compiled_norms_have_their_statistics_deferred(checkpoint: str) -> None:
-    plain = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).double()
-    module = copy.deepcopy(plain)
-    pipe = pipe_of(
-        compiled_children(module, backend="eager"), checkpoint=checkpoint,
-        deferred_batch_norm=True,
-    )  # fmt: skip
-    with pipe:
-        for _ in range(2):
-            x = batch(6)
-            plain(x)
-            pipe(x).sum().backward()
-    same(dict(module.named_buffers()), dict(plain.named_buffers()))
-
-
-def test_compiled_layers_that_draw_do_so_again_with_the_same_seed() -> None:
-    layers = [nn.Sequential(nn.Linear(8, 8), nn.Dropout()) for _ in range(3)]
-    module = nn.Sequential(*layers).double()
-    runs = []
-    for _ in range(2):
-        torch._dynamo.reset()
-        compiled = compiled_children(copy.deepcopy(module), backend="aot_eager")
-        with pipe_of(compiled, checkpoint="always") as pipe:
-            torch.manual_seed(3)
-            runs.append([step(pipe, torch.ones(rows, 8).double()) for rows in (6, 7)])
-    same(runs[0], runs[1], rtol=0.0, atol=0.0)
 
 
 # What is not there --------------------------------------------------------------------------------
@@ -177,6 +164,48 @@ def test_a_pipe_that_is_compiled_is_refused_with_the_recipe(how: str) -> None:
     with pipe_of(blocks(2)) as pipe:
         with pytest.raises(TransformError, match="Compile each layer, then wrap"):
             WHOLE[how](pipe)(batch(6))
+
+
+def test_a_step_under_compiled_autograd_is_refused() -> None:
+    x = batch(4)
+    with pipe_of(blocks(2), checkpoint="never") as pipe:
+        with compiled_autograd._enable(lambda graph: graph):
+            with pytest.raises(TransformError, match="compiled autograd.*loss.backward()"):
+                pipe.forward_backward(x, loss_fn=mean)
+
+
+def around_both(pipe: Any, x: Any) -> None:
+    with compiled_autograd._enable(lambda graph: torch.compile(graph, backend="eager")):
+        mean(pipe(x), None).backward()
+
+
+def around_the_backward(pipe: Any, x: Any) -> None:
+    loss = mean(pipe(x), None)
+    with compiled_autograd._enable(lambda graph: torch.compile(graph, backend="eager")):
+        loss.backward()
+
+
+def in_compiled_code(pipe: Any, x: Any) -> None:
+    of_torch: Any = torch
+    call = of_torch.compiler.disable(pipe)
+    with of_torch._dynamo.config.patch(compiled_autograd=True):
+        torch.compile(lambda: mean(call(x), None).backward(), backend="eager")()
+
+
+@pytest.mark.parametrize("kind", [Pipe, pipert.pipeline])
+@pytest.mark.parametrize("go_back", [around_both, around_the_backward, in_compiled_code])
+def test_a_recomputation_under_compiled_autograd_is_refused(kind: Any, go_back: Any) -> None:
+    module, x = blocks(2), batch(4)
+    plain = copy.deepcopy(module)
+    mean(plain(x), None).backward()
+    cuts = [1, 1] if kind is Pipe else ["1"]
+    with kind(module, cuts, devices=["cpu"] * 2, chunks=2, checkpoint="always") as pipe:
+        with pytest.raises(TransformError, match="compiled autograd.*checkpoint='never'"):
+            go_back(pipe, x)
+        assert all(parameter.grad is None for parameter in module.parameters())
+        pipe.checkpoint = "never"
+        go_back(pipe, x)
+    same(grads_of(module), grads_of(plain))
 
 
 # What is compiled at once -------------------------------------------------------------------------

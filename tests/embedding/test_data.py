@@ -29,8 +29,6 @@ mse_loss: Any = F.mse_loss  # torch does not type Tensor.backward
 
 WAIT = 30.0  # s; what should happen at once is given up after it
 
-modes = pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
-
 
 class Rows(Dataset[tuple[Tensor, Tensor]]):
     """A data set whose rows are computed in the worker, with torch and its own random numbers."""
@@ -88,22 +86,6 @@ def test_training_with_worker_processes_is_that_of_the_module_without(
         pipe(next(iter(loader(None)))[0])  # its threads are there before the first fork
         actual = train(pipe, loader(context, persistent_workers=persistent))
     torch.testing.assert_close(actual, expected)
-
-
-@modes
-def test_workers_may_be_forked_between_forward_and_backward(
-    devices: list[str], checkpoint: str
-) -> None:
-    """An evaluation in the middle of a step has its own data loader."""
-    plain = perceptron()
-    x = torch.randn(5, 6, dtype=torch.double)
-    expected = torch.autograd.grad(plain(x).square().sum(), list(plain.parameters()))
-    with pipe_of(copy.deepcopy(plain), devices, checkpoint=checkpoint) as pipe:
-        y = pipe(x)
-        with torch.inference_mode():
-            assert sum(len(pipe(other)) for other, _ in loader("fork")) == 12
-        grads = torch.autograd.grad(y.square().sum(), list(pipe.parameters()))
-    torch.testing.assert_close([grad.cpu() for grad in grads], list(expected))
 
 
 # Where the input comes from -----------------------------------------------------------------------

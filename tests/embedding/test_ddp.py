@@ -1,7 +1,7 @@
 """DistributedDataParallel around a pipe: two processes, each with a pipe of its own, over gloo.
 
-``_ddp_worker.py`` and ``_ddp_steps.py`` have the cases, each named by the fact that it shows. Both
-processes run all cases, once for all tests here.
+``_ddp_worker.py`` has the cases, each named by the fact that it shows. Both processes run all
+cases, once for all tests here.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 
 import pipert
-from tests.embedding import _ddp_steps, _ddp_worker
+from tests.embedding import _ddp_worker
 
 PACKAGE = Path(pipert.__file__).parent
 
-EVERY = list(_ddp_worker.CASES | _ddp_steps.CASES)
+EVERY = list(_ddp_worker.CASES)
 MODES = _ddp_worker.MODES
 IN_A_SWEEP = [
     case for k, case in enumerate(EVERY) if case.endswith(MODES) and k % 3 != k // 3 % 3

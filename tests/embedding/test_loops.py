@@ -8,7 +8,6 @@ layer, and again in a recomputation.
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -240,39 +239,6 @@ def test_an_optimizer_may_step_in_the_backward(agree: Agree, checkpoint: str) ->
         return losses
 
     agree(loop, checkpoint=checkpoint)
-
-
-# Anomaly detection --------------------------------------------------------------------------------
-
-
-class RootOfZero(nn.Module):
-    """A layer with a gradient of infinity times zero."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.sqrt(x * 0)  # the line that anomaly detection has to find
-
-
-@pytest.fixture
-def anomalies() -> Iterator[list[str]]:
-    """Turns anomaly detection on, and yields the list of warnings."""
-    found: list[str] = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("always")
-        warnings.showwarning = lambda message, *_, **__: found.append(str(message))
-        with torch.autograd.detect_anomaly():
-            yield found
-
-
-@modes
-def test_an_anomaly_is_traced_to_the_line_of_the_layer(
-    anomalies: list[str], devices: list[str], checkpoint: str
-) -> None:
-    module = nn.Sequential(nn.Linear(6, 6), RootOfZero(), nn.Linear(6, 3)).double()
-    with Pipe(module, [2, 1], devices=devices, chunks=3, checkpoint=checkpoint) as pipe:
-        with pytest.raises(RuntimeError, match="'MulBackward0' returned nan values"):
-            loss_of(pipe, *next(batches(1))).backward()
-    line = "return torch.sqrt(x * 0)  # the line that anomaly detection has"
-    assert any("Traceback of forward call" in each and line in each for each in anomalies)
 
 
 # Parametrizations ---------------------------------------------------------------------------------

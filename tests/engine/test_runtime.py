@@ -189,6 +189,7 @@ def test_a_call_that_raises_has_waited_for_the_tasks_that_were_executing(
         assert finished
 
 
+@pytest.mark.main_thread
 def test_a_call_that_is_interrupted_has_waited_for_the_tasks_that_were_executing(
     interrupt: Signal,
 ) -> None:
@@ -286,6 +287,7 @@ def test_after_a_failure_earlier_tasks_still_run_since_they_might_fail_too(
     assert (0, 2) in started
 
 
+@pytest.mark.main_thread
 def test_no_task_starts_after_an_interrupt(
     interrupt: Signal, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,15 +4,9 @@ from __future__ import annotations
 
 import importlib
 import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
-
-EXAMPLES = Path(__file__).parents[2] / "examples"
-
-# As when Python starts an example as a script.
-sys.path.insert(0, str(EXAMPLES))
 
 
 @pytest.fixture(scope="module")

@@ -5,17 +5,17 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from models.amoebanet import Cell, amoebanet_d
+from models.amoebanet import amoebanet_d
 from models.resnet import resnet
 from models.unet import unet
 from torch import Tensor, nn
 
-from pipert import Pipe
+from tests.helpers.pipes import pipe_of
 
 # --- sizes, as published --------------------------------------------------------------------------
 
@@ -92,45 +92,6 @@ def test_the_flat_unet_computes_what_the_nested_one_does(
     torch.testing.assert_close(actual_grads, expected_grads)
 
 
-def amoebanet_cell(name: str) -> Cell:
-    cell = amoebanet_d(6, 16).double().get_submodule(name)
-    assert isinstance(cell, Cell)
-    return cell
-
-
-def test_a_normal_cell_computes_what_its_table_says() -> None:
-    cell = amoebanet_cell("cell3_normal")
-    output, before = (torch.randn(2, k, 6, 8, dtype=torch.float64) for k in (64, 48))
-    own, last = cell((output, before))
-
-    convolve = cell.operations  # the others are written out
-    s0, s1 = cell.fit_output(output), cell.fit_before(before)
-    s2 = convolve[0](s1) + F.max_pool2d(s1, 3, 1, 1)
-    s3 = s1 + convolve[3](s0)
-    s4 = convolve[4](s0) + convolve[5](s0)
-    s5 = F.max_pool2d(s2, 3, 1, 1) + s2
-    s6 = F.avg_pool2d(s1, 3, 1, 1, count_include_pad=False) + convolve[9](s5)
-    torch.testing.assert_close(own, torch.cat([s0, s3, s4, s6], dim=1))
-    assert last is output
-
-
-def test_a_reduction_cell_computes_what_its_table_says() -> None:
-    cell = amoebanet_cell("cell4_reduction")
-    output, before = (torch.randn(2, 64, 6, 8, dtype=torch.float64) for _ in range(2))
-    own, last = cell((output, before))
-
-    convolve = cell.operations
-    s0, s1 = cell.fit_output(output), cell.fit_before(before)
-    s2 = F.max_pool2d(s0, 2, 2) + F.max_pool2d(s0, 3, 2, 1)
-    s3 = s2 + convolve[3](s1)
-    s4 = convolve[4](s2) + F.max_pool2d(s2, 3, 1, 1)
-    s5 = s3 + F.max_pool2d(s1, 2, 2)
-    s6 = F.avg_pool2d(s2, 3, 1, 1, count_include_pad=False) + convolve[9](s3)
-    torch.testing.assert_close(own, torch.cat([s4, s5, s6], dim=1))
-    assert own.shape[2:] == (3, 4)
-    assert last is output
-
-
 # --- in a Pipe ------------------------------------------------------------------------------------
 
 MODELS: dict[str, Callable[[], nn.Sequential]] = {
@@ -144,61 +105,13 @@ NAMES = [pytest.param(name, marks=[pytest.mark.slow] * (name == "amoebanet")) fo
 ROWS = 5  # which no number of chunks but one and five divides
 
 
-class Outcome(NamedTuple):
-    """The output of a model for a mini-batch, and the model's state and gradients after it."""
-
-    output: Tensor
-    input_grad: Tensor
-    grads: dict[str, Tensor]
-    buffers: dict[str, Tensor]
-
-
-def mini_batch() -> Tensor:
-    return torch.randn(ROWS, 3, 64, 64, dtype=torch.float64)
-
-
-def outcome(model: nn.Module, images: Tensor, chunks: int = 1) -> Outcome:
-    """Takes a step; with ``chunks``, gradients are accumulated over as many micro-batches."""
-    images = images.detach().requires_grad_()
-    outputs = []
-    for part in images.tensor_split(chunks):
-        outputs.append(model(part))
-        outputs[-1].square().sum().backward()
-    assert images.grad is not None
-    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+def take_step(model: nn.Module, images: Tensor, chunks: int = 1) -> list[Tensor]:
+    """Accumulates gradients over micro-batches; returns them, the outputs and the buffers."""
+    outputs = [model(part) for part in images.tensor_split(chunks)]
+    torch.autograd.backward([output.square().sum() for output in outputs])
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
     assert len(grads) == len(list(model.parameters()))
-    buffers = dict(model.named_buffers())
-    return Outcome(torch.cat(outputs).detach(), images.grad, grads, buffers)
-
-
-def even_balance(model: nn.Sequential, partitions: int) -> list[int]:
-    cuts = [len(model) * j // partitions for j in range(partitions + 1)]
-    return [end - start for start, end in pairwise(cuts)]
-
-
-def pipe_of(
-    model: nn.Sequential, balance: list[int], chunks: int, checkpoint: str = "except_last"
-) -> Pipe:
-    devices = ["cpu"] * len(balance)
-    return Pipe(
-        model,
-        balance,
-        devices=devices,
-        chunks=chunks,
-        checkpoint=checkpoint,
-        deferred_batch_norm=False,
-    )
-
-
-def assert_trains_like_the_plain_model(
-    name: str, balance: list[int], chunks: int, checkpoint: str = "except_last"
-) -> None:
-    """The U-Net is compared whole; BatchNorm normalises each micro-batch, as does the reference."""
-    piped = MODELS[name]().double()
-    plain, images = copy.deepcopy(piped), mini_batch()
-    with pipe_of(piped, balance, chunks, checkpoint) as pipe:
-        actual = outcome(pipe, images)
-    torch.testing.assert_close(actual, outcome(plain, images, 1 if name == "unet" else chunks))
+    return [torch.cat(outputs).detach(), *grads, *model.buffers()]
 
 
 @pytest.mark.pairwise
@@ -208,5 +121,12 @@ def assert_trains_like_the_plain_model(
 def test_a_model_in_a_pipe_trains_like_the_plain_one(
     name: str, partitions: int, checkpoint: str
 ) -> None:
-    balance = even_balance(MODELS[name](), partitions)
-    assert_trains_like_the_plain_model(name, balance, 2, checkpoint)
+    """The U-Net is compared whole; BatchNorm normalises each micro-batch, as does the reference."""
+    model = MODELS[name]().double()
+    plain, images = copy.deepcopy(model), torch.randn(ROWS, 3, 64, 64, dtype=torch.float64)
+    cuts = [len(model) * j // partitions for j in range(partitions + 1)]
+    balance, chunks = [end - start for start, end in pairwise(cuts)], 2
+    options: Any = {"checkpoint": checkpoint, "deferred_batch_norm": False}
+    with pipe_of(model, balance, chunks=chunks, **options) as pipe:
+        found = take_step(pipe, images)
+    torch.testing.assert_close(found, take_step(plain, images, 1 if name == "unet" else chunks))

@@ -147,6 +147,7 @@ pipe.close()
 """
 
 
+@pytest.mark.main_thread
 @pytest.mark.parametrize("how", HOWS)
 def test_the_second_ctrl_c_gives_up_like_a_timeout(how: str) -> None:
     text = """1 True

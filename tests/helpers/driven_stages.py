@@ -16,7 +16,6 @@ from pipert import is_recomputing
 from pipert.autograd import streams as stream
 from pipert.autograd.streams import CopyStreams
 from pipert.layers.random_numbers import RunSeed
-from pipert.observe.recording import Recording
 from pipert.observe.run_trace import Trace
 from pipert.schedules.action import Action
 from pipert.schedules.plan import plan_call
@@ -48,7 +47,7 @@ class Driven:
         devices: the device of each partition; default the CPU.
         recomputed: the number of micro-batches, from the first, that are recomputed.
         streams: the copy streams.
-        recording: the recording of the run, if any.
+        trace: the trace of the run; by default, one of which nobody is told.
     """
 
     def __init__(
@@ -58,13 +57,11 @@ class Driven:
         devices: Sequence[torch.device] | None = None,
         recomputed: int = 0,
         streams: FakeStreams | None = None,
-        recording: Recording | None = None,
+        trace: Trace | None = None,
     ) -> None:
         n, m = len(partitions), len(inputs)
         self.plan = plan_call(m, n, range(n), recomputed)
-        trace = Trace()
-        if recording is not None:
-            trace.start_recording(recording)
+        trace = Trace() if trace is None else trace
         copy_streams = CopyStreams() if streams is None else cast(CopyStreams, streams)
         self._opened = trace.open(self.plan)  # never left
         run_trace = self._opened.__enter__()
@@ -159,10 +156,10 @@ class LoggingLayer(nn.Module):
 
 
 def run_between_devices(
-    fake: FakeStreams, recomputed: int = 0, recording: Recording | None = None
+    fake: FakeStreams, recomputed: int = 0, trace: Trace | None = None
 ) -> Tensor:
     """Carries out F[0,0] on ``cpu`` and F[0,1] on ``meta``; returns the output."""
     layers = [[fake.layer(0, CPU)], [fake.layer(1, META)]]
-    run = Driven(layers, [torch.ones(2)], [CPU, META], recomputed, fake, recording)
+    run = Driven(layers, [torch.ones(2)], [CPU, META], recomputed, fake, trace)
     y: Tensor = run.go()[0]
     return y

@@ -1,11 +1,11 @@
-"""Runs each test of a directory on a new thread, on which torch numbers graph nodes from zero.
+"""Runs each test on a new thread, on which torch numbers graph nodes from zero.
 
 torch numbers the nodes of graphs, separately on each thread. In its first step a worker advances
 its number to that of the caller, which takes 0.1 us per node (``pipert/autograd/leaves.py``). That
 is nothing in a program with one pipe. But after half of the tests pytest's main thread has made
 some hundred thousand nodes, and each test has new workers: steps would take five times as long as
-in a run of that test alone. The ``conftest.py`` of directories with many steps imports the hook
-below. Fixtures run on the main thread as usual.
+in a run of that test alone. Nor can skips that a failed forward leaves in its thread's store reach
+other tests. Fixtures run on the main thread as usual.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ __all__ = ["pytest_pyfunc_call"]
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
-    pyfuncitem.obj = _on_new_thread(pyfuncitem.obj)
+    if not pyfuncitem.get_closest_marker("main_thread"):
+        pyfuncitem.obj = _on_new_thread(pyfuncitem.obj)
     return (yield)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable
 from typing import Any, TypeVar
 
 import torch
@@ -28,7 +28,7 @@ def identity(value: Any) -> Any:
 
 
 def declaring(
-    kind: type[M], stash: Iterable[str] | Mapping[str, int] = (), pop: Iterable[str] = ()
+    kind: type[M], stash: Iterable[str] = (), pop: Iterable[str] = ()
 ) -> type[M]:
     """Returns a subclass of ``kind``, with its name, that declares these skips."""
     subclass: type[M] = type(kind.__name__, (kind,), {})
@@ -49,7 +49,7 @@ class Stash(Skippable):
 
     def forward(self, x: Any) -> Forward:
         y = self.before(x)
-        for name in self.skip_stashes:
+        for name in sorted(self.skip_stashes):
             yield stash(name, self.make(y))
         return self.after(y)
 
@@ -72,17 +72,14 @@ def stashing(
     make: Callable[[Any], Any] = identity,
     before: Callable[[Any], Any] = identity,
     after: Callable[[Any], Any] = identity,
-    count: int = 1,
 ) -> Stash:
     """Makes a layer that stashes ``make(y)`` and returns ``after(y)``, where ``y = before(x)``.
 
     Args:
         names: the names of the skips; ``"skip"`` if none is given.
         make, before, after: functions, or layers, whose parameters become the layer's.
-        count: how often each skip is popped.
     """
-    declared = dict.fromkeys(names or ["skip"], count)
-    return declaring(Stash, stash=declared)(make, before, after)
+    return declaring(Stash, stash=names or ["skip"])(make, before, after)
 
 
 def popping(*names: str, take: Callable[[Any, Any], Any] = operator.add) -> Pop:
@@ -119,10 +116,10 @@ class Times(nn.Module):
         return y
 
 
-def s(*names: str, count: int = 1) -> Stash:
+def s(*names: str) -> Stash:
     """Makes a layer that stashes the output of an extra linear layer."""
     aside = nn.Sequential(linear(), Apply(torch.tanh))
-    return stashing(*names, make=aside, after=linear(), count=count)
+    return stashing(*names, make=aside, after=linear())
 
 
 def p(*names: str, take: Callable[[Any], Any] = identity) -> Pop:
@@ -179,9 +176,6 @@ def deep_inside() -> list[nn.Module]:
 MODELS: dict[str, Callable[[], list[nn.Module]]] = {
     "nested": lambda: [s("a"), nn.Tanh(), s("b"), linear(), p("b"), nn.Tanh(), p("a")],
     "crossing": lambda: [s("a"), s("b"), nn.Tanh(), p("a"), linear(), p("b"), nn.Tanh()],
-    "popped four times": lambda: [
-        s("a", count=4), p("a"), linear(), p("a"), p("a"), nn.Tanh(), p("a")
-    ],
     "several in one layer": lambda: [
         linear(), s("a", "b"), nn.Tanh(), PopAndStash(), linear(), p("b", "c"), nn.Tanh()
     ],

@@ -143,14 +143,6 @@ def test_a_note_shows_several_arguments() -> None:
     assert "float32[2, 3]" in note and "bool[2]" in note and "'scale': int" in note
 
 
-def test_a_note_names_the_layer_before_that_returned_none() -> None:
-    model = nn.Sequential(nn.Identity(), Apply(lambda x: None), Apply(fail), nn.Identity())
-    assert note_of(model, torch.ones(4, 3)).endswith(
-        "layer '2' (Apply), micro-batch 0 of 2, input NoneType, because layer '1' (Apply) returned "
-        "None; does it lack a return?"
-    )
-
-
 def test_a_note_of_the_loss_says_that_the_last_layer_returned_none() -> None:
     with Pipe(nn.Sequential(Apply(lambda x: None)), [1], devices=["cpu"]) as pipe:
         with pytest.raises(ValueError) as info:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipert import pipeline, plan_for
-from pipert.balance.by_calls import choose_cuts
+from pipert import pipeline
 from pipert.layers.intercepted import intercept
 from pipert.model.calls import order_of_calls
 from pipert.model.cuts import homes, layers_of
@@ -91,6 +88,13 @@ def test_a_cut_that_is_only_called_inside_another_layer_is_refused() -> None:
         pipeline(Lent(again=False), ["lent"], devices=["cpu"] * 2, example=X)
 
 
+def test_a_cut_that_is_never_called_is_warned_of_once() -> None:
+    with pipeline(Backwards().eval(), ["never"], devices=["cpu"] * 2) as pipe:
+        with pytest.warns(UserWarning, match="no partition begins at layer 'never'"):
+            pipe(X)
+        pipe(X)
+
+
 def test_the_model_runs_once_in_its_mode_without_gradients() -> None:
     for mode in (True, False):
         model = Backwards().train(mode)
@@ -144,64 +148,6 @@ def test_a_dry_run_calls_layers_of_a_pipe_as_usual() -> None:
     assert order_of_calls(model, {"a": model.a}, X) == ["a"]
     assert order(model, X) == CALLED
     assert model.b._compiled_call_impl is before
-
-
-@torch.library.custom_op("pipert_tests::bump", mutates_args=("weight",))
-def bump(x: Tensor, weight: Tensor) -> Tensor:
-    weight.add_(1)
-    return x.clone()
-
-
-def set_data(weight: Tensor, x: Tensor) -> None:
-    weight.data = weight.data * 2
-
-
-CHANGES: dict[str, Callable[[Any, Tensor], Any]] = {
-    "in place": lambda weight, x: weight.add_(1),
-    "by data": lambda weight, x: weight.data[0].copy_(x[0, 0]),
-    "with out": lambda weight, x: torch.add(weight, 1, out=weight),
-    "a list": lambda weight, x: torch._foreach_mul_([weight], 2.0),
-    "an embedding": lambda weight, x: F.embedding(torch.arange(3), weight, max_norm=0.1),
-    "a custom operation": lambda weight, x: bump(x, weight),
-    "other memory": set_data,
-}
-
-
-class Changing(nn.Module):
-    """Changes a weight of its own, one of a layer that has begun, and one of a later layer."""
-
-    def __init__(self, change: Callable[[Any, Tensor], Any]) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
-        self.weight = nn.Parameter(torch.randn(3, 3))
-        self.change = change
-
-    def forward(self, x: Tensor) -> Any:
-        y = self.a(x)
-        with torch.no_grad():
-            for weight in (self.weight, self.a.weight, self.b.weight):
-                self.change(weight, x)
-        return self.b(y)
-
-
-WAYS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
-    "example": lambda model, x: order_of_calls(model, layers_of(model, ["b"]), x),
-    "partitions": lambda model, x: choose_cuts(model, 2, x, timeout=0, device="cpu"),
-    "plan": lambda model, x: plan_for(
-        model, x, memory="1GiB", devices=["cpu:0", "cpu:1"], chunks=[2]
-    ),
-}
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("change", CHANGES)
-def test_parameters_that_the_model_changes_are_restored(way: str, change: str) -> None:
-    model = Changing(CHANGES[change])
-    before = {name: (p.data_ptr(), p.clone()) for name, p in model.named_parameters()}
-    WAYS[way](model, torch.randn(2, 3))
-    for name, parameter in model.named_parameters():
-        assert parameter.data_ptr() == before[name][0], name
-        assert torch.equal(parameter, before[name][1]), name
 
 
 @pytest.mark.cuda

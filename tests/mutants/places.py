@@ -7,6 +7,7 @@ no change here: a new wait has its mutant at once, and one that has moved keeps 
 from __future__ import annotations
 
 import ast
+import functools
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -60,6 +61,7 @@ class Mutant(NamedTuple):
         return (source[: self.begin] + self.instead.encode() + source[self.end :]).decode()
 
 
+@functools.cache
 def mutants(root: Path = ROOT) -> list[Mutant]:
     """Returns the mutants of the package in the order of its files."""
     found: list[Mutant] = []

@@ -51,7 +51,7 @@ def test_each_partition_recomputes_by_its_mode(kind: str, schedule: str) -> None
         pipe.checkpoint = "never"
         expected = step(pipe, schedule)
     same(found, expected, rtol=0, atol=0)
-    recomputed = Counter(e.partition for e in timeline.events if e.kind == "recompute")
+    recomputed = Counter(e.partition for e in timeline.events if e.kind == "recomputation")
     assert recomputed == {0: 4, 2: 3}
 
 

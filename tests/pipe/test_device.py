@@ -7,12 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from pipert.model.devices import (
-    assign_workers,
-    default_devices,
-    parse_devices,
-    where_tensors_are,
-)
+from pipert.model.devices import default_devices, parse_devices, where_tensors_are
+from pipert.workers.pool import assign_workers
 
 CPU = torch.device("cpu")
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipert import Pipe, PipeClosedError, never_recompute, pipeline, plan_for
+from pipert import Pipe, PipeClosedError, never_recompute, pipeline
 
 CPUS = ["cpu", "cpu"]
 X = torch.ones(8, 4)
@@ -78,7 +78,6 @@ def reported() -> None:
     timeline.report()
 
 
-PLAN: dict[str, Any] = {"memory": "1GiB"}
 LIST = [[1.0] * 4] * 8
 
 
@@ -174,13 +173,6 @@ def test_a_mistake_is_explained(mistake: str) -> None:
         make()
 
 
-def test_an_example_in_a_list_is_explained() -> None:
-    for make in (pipeline, plan_for):
-        with pytest.raises(TypeError) as caught:
-            wrong(make)(Chain(), example=[X], devices=CPUS, **PLAN if make is plan_for else {})
-        assert "arguments are a tuple: example=(x,)" in "".join(caught.value.__notes__)
-
-
 def test_a_model_that_moved_to_meta_under_its_pipe_is_explained() -> None:
     model = Chain()
     with pipeline(model, ["layers.2"], devices=CPUS) as pipe:
@@ -188,14 +180,6 @@ def test_a_model_that_moved_to_meta_under_its_pipe_is_explained() -> None:
         with pytest.raises(RuntimeError, match="meta") as caught:
             pipe(X)
         assert "the model was moved to 'meta': make a new pipe" in "".join(caught.value.__notes__)
-
-
-def test_a_step_without_a_micro_batch_is_explained() -> None:
-    with pipeline(Chain(), ["layers.2"], devices=CPUS) as pipe:
-        with pytest.raises(TypeError, match="required positional argument") as caught:
-            pipe.forward_backward(step=lambda x: pipe.module(x).sum())
-        assert "give microbatches" in caught.value.__notes__[-1]
-        pipe.forward_backward(step=lambda: pipe.module(X).sum())  # which is right
 
 
 def test_a_batch_whose_entries_are_arguments_is_explained() -> None:
@@ -206,30 +190,3 @@ def test_a_batch_whose_entries_are_arguments_is_explained() -> None:
         with pytest.raises(TypeError) as caught:
             pipe({"y": X})
         assert "**batch" not in "".join(caught.value.__notes__)
-
-
-def test_where_an_unexpected_keyword_comes_from_is_explained() -> None:
-    def notes(call: Callable[[], Any]) -> str:
-        with pytest.raises(TypeError, match="unexpected keyword argument 'z'") as caught:
-            call()
-        return "".join(caught.value.__notes__)
-
-    loss: Any = {"loss_fn": lambda y, _: y.mean()}
-    with pipeline(Chain(), ["layers.2"], devices=CPUS) as pipe:
-        assert "keywords other than timeout" in notes(lambda: pipe(X, z=1))
-        given = notes(lambda: pipe.forward_backward(X, z=1, **loss))
-        assert "keywords other than loss_fn, target" in given and "(batch,)" not in given
-        given = notes(lambda: pipe.forward_backward(microbatches=[{"x": X, "z": 1}], **loss))
-        assert "give (batch,) in place of batch" in given and "other than" not in given
-    assert "(batch,)" in notes(lambda: pipeline(Chain(), devices=CPUS, example={"x": X, "z": 1}))
-
-
-def test_an_attribute_of_the_model_is_found_there() -> None:
-    with pipeline(Chain(), ["layers.2"], devices=CPUS) as pipe:
-        wrong(pipe.module).config = object()
-        with pytest.raises(AttributeError) as caught:
-            wrong(pipe).config
-        assert caught.value.__notes__ == ["the model has it: pipe.module.config"]
-        with pytest.raises(AttributeError) as caught:
-            wrong(pipe).nothing
-        assert not hasattr(caught.value, "__notes__")

@@ -1,7 +1,4 @@
-"""Makes hypothesis try the same examples in each run, and write nothing into the tree.
-
-Each test runs on a thread of its own.
-"""
+"""Makes hypothesis try the same examples in each run, and write nothing into the tree."""
 
 from __future__ import annotations
 
@@ -10,10 +7,6 @@ from pathlib import Path
 
 from hypothesis import HealthCheck, settings
 from hypothesis.configuration import set_hypothesis_home_dir
-
-from tests.helpers.own_thread import pytest_pyfunc_call
-
-__all__ = ["pytest_pyfunc_call"]
 
 # Otherwise hypothesis would write its cache of characters and constants to .hypothesis.
 set_hypothesis_home_dir(Path(tempfile.gettempdir()) / "pipert-hypothesis")

@@ -70,6 +70,7 @@ def test_a_wait_that_times_out_reports_a_shut_latch() -> None:
     assert not latch.wait(timeout=0.0)
 
 
+@pytest.mark.main_thread
 def test_an_interrupted_wait_can_be_waited_again(soon: Callable[[], None]) -> None:
     latch = Latch(1)
     with pytest.raises(Interrupted):

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from pipert import Pipe, RecomputationError, is_recomputing
+from pipert.autograd.streams import CopyStreams
 from pipert.layers.place import Place
-from pipert.recompute.effects import Effect, Effects
+from pipert.recompute.effects import Effects
 from pipert.recompute.nodes import recompute_before
 from pipert.recompute.segment import Segments
 from tests.helpers.pipes import pipe_of_layers
@@ -33,14 +34,12 @@ def replay(compute: Callable[[], None], on_worker: bool) -> None:
         compute()
 
 
-def effect(name: str) -> Effect:
-    return Effect(Effects(at_end=False), Place(0, 1, 1, torch.device("cpu")), 0, name)
-
-
 def recorded(
     compute: Compute, value: Any, again: Compute | None = None
 ) -> tuple[Tensor, weakref.ref[Segments]]:
-    segments = Segments(replay, effect, None)
+    place = Place(0, 1, 1, torch.device("cpu"))
+    compare = partial(Effects(at_end=False, streams=CopyStreams()).compare, place, 0)
+    segments = Segments(replay, compare)
     y = segments.call("", compute, again or compute, None, value, copies=True)
     (y,) = recompute_before((y,), segments)
     return y, weakref.ref(segments)

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from pipert import Event
-from pipert.observe import recording, run_trace
+from pipert.observe import run_trace, timeline
 from pipert.observe.event import COPY, WAIT
-from pipert.observe.recording import Recording
+from pipert.observe.run_trace import Trace
 from tests.helpers.driven_stages import CPU, META, FakeStream, FakeStreams, run_between_devices
 
 
@@ -26,16 +26,17 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeStreams:
         fake.log.append(f"stamp on <{stream.name}>" if stream else f"stamp on {device}")
         return float(len(fake.log))
 
-    for module in (recording, run_trace):
+    for module in (timeline, run_trace):
         monkeypatch.setattr(module, "stamp", note)
     return fake
 
 
 def record_step(fake: FakeStreams) -> tuple[list[Event], Tensor]:
-    made = Recording([CPU, META])
-    y = run_between_devices(fake, recording=made)
-    torch.autograd.backward(y.sum())
-    return made.events(), y
+    trace = Trace()
+    with trace.record([CPU, META], [0, 1]) as recorded:
+        y = run_between_devices(fake, trace=trace)
+        torch.autograd.backward(y.sum())
+    return list(recorded.events), y
 
 
 def of(events: list[Event], kind: str) -> list[Event]:
@@ -107,13 +108,12 @@ def test_cuda_moments_have_the_devices_times(monkeypatch: pytest.MonkeyPatch) ->
         order.append("stamp")
         return first
 
-    monkeypatch.setattr(recording, "stamp", note)
+    monkeypatch.setattr(timeline, "stamp", note)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: order.append("synchronize"))
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
-    origin = recording.Origin([CPU, cuda])
+    origin = timeline.Origin([CPU, cuda])
     assert order == ["synchronize", "stamp"] and first.waited
     late: list[Any] = [FakeEvent(15.0), FakeEvent(35.0)]
     ten, thirty = (origin.date(event, cuda) for event in late)
     assert thirty - ten == pytest.approx(0.020)
     assert 0.010 <= ten < 1.0
-    assert origin.knows(cuda) and origin.knows(CPU) and not origin.knows(torch.device("cuda", 1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -31,7 +32,6 @@ ROOMS = [
     {"any_model"},
     {"engine"},
     {"balance"},
-    {"timeline"},
     {"pipes"},
     {"pipe", "pipeline", "prometheus"},
     {"planning"},
@@ -61,7 +61,6 @@ PUBLIC = {
     "TaskStatus",
     "Timeline",
     "TransformError",
-    "UnsupportedTorchError",
     "WholeBatchWarning",
     "WorkerBusyError",
     "WorkerDiedError",
@@ -86,6 +85,7 @@ def room_of(name: str) -> int:
     return next(k for k, names in enumerate(ROOMS) if name in names)
 
 
+@functools.cache
 def imports_of(file: Path) -> list[tuple[str, bool]]:
     """What ``file`` imports, as dotted names, and whether outside of functions."""
     tree = ast.parse(file.read_text())

@@ -17,9 +17,9 @@ from torch import nn
 import pipert
 import pipert.balance
 import pipert.distributed
+import pipert.observe
 import pipert.schedules
 import pipert.skip
-import pipert.timeline
 from pipert import Pipe
 
 ROOT = Path(__file__).parents[2]
@@ -111,7 +111,7 @@ def optional(name: str) -> list[ModuleType]:
         return []
 
 
-MODULES = [pipert, pipert.skip, pipert.balance, pipert.schedules, pipert.timeline]
+MODULES = [pipert, pipert.skip, pipert.balance, pipert.schedules, pipert.observe]
 MODULES += [pipert.distributed]
 MODULES += [*optional("pipert.prometheus"), *optional("pipert.transformers")]
 PUBLIC = [(module, name) for module in MODULES for name in module.__all__]

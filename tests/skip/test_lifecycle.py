@@ -77,13 +77,13 @@ class Log(nn.Module):
 class Setting:
     """Layers with a skip from the first to the last; what is there of it at each event."""
 
-    def __init__(self, pops: int = 1, fail: bool = False) -> None:
+    def __init__(self, fail: bool = False) -> None:
         self.skips, self.popped = Activations(), Activations()
         self.counts: dict[str, int] = {}
         self.fail = fail
-        poppers = [declaring(Pop, pop=["a"])(self.popped, self.log) for _ in range(pops)]
-        stasher = declaring(Stash, stash={"a": pops})(self.skips, self.log)
-        self.layers = [stasher, Log(self.log, "3 in between"), *poppers]
+        stasher = declaring(Stash, stash=["a"])(self.skips, self.log)
+        popper = declaring(Pop, pop=["a"])(self.popped, self.log)
+        self.layers = [stasher, Log(self.log, "3 in between"), popper]
 
     def log(self, event: str) -> None:
         if self.fail and event.startswith("3"):
@@ -141,13 +141,6 @@ def test_a_skip_with_checkpointing_is_kept_for_the_recomputation_of_the_popping_
         "1 again stashed": 1,  # another skip, for nobody
     }
     assert setting.left() == 0
-
-
-def test_a_skip_that_two_pop_is_there_until_the_second_has_popped_it() -> None:
-    setting = Setting(pops=2)
-    y = drive(setting, recomputed=0)
-    assert setting.counts == {**FORWARD, "6 forward over": 0}
-    del y
 
 
 def test_within_a_partition_a_skip_is_gone_when_the_layer_that_popped_it_is_done() -> None:

@@ -101,14 +101,12 @@ class Add(Skippable):
 
 
 def model(
-    poppers: int = 1,
     put: Callable[[Tensor], Any] = torch.clone,
     take: Callable[[Tensor], Tensor] = torch.clone,
 ) -> nn.Sequential:
-    """Makes three layers; the first stashes, the last or the last two pop."""
-    layers = [declaring(Stash, stash={"a": poppers})(put)]
-    pops = [[], ["a"]] if poppers == 1 else [["a"], ["a"]]
-    return nn.Sequential(*layers, *[declaring(Add, pop=names)(take) for names in pops])
+    """Makes three layers; the first stashes, the last pops."""
+    stasher = declaring(Stash, stash=["a"])(put)
+    return nn.Sequential(stasher, *[declaring(Add, pop=names)(take) for names in ([], ["a"])])
 
 
 def pipe_of(module: nn.Sequential, devices: list[str], chunks: int = 4, **options: Any) -> Pipe:
@@ -151,11 +149,8 @@ def assert_same_step(module: nn.Sequential, devices: list[str], **options: Any) 
 
 @placements
 @modes
-@pytest.mark.parametrize("poppers", [1, 2])
-def test_a_step_is_that_of_the_plain_model(
-    devices: list[str], checkpoint: str, poppers: int
-) -> None:
-    assert_same_step(model(poppers), devices, checkpoint=checkpoint)
+def test_a_step_is_that_of_the_plain_model(devices: list[str], checkpoint: str) -> None:
+    assert_same_step(model(), devices, checkpoint=checkpoint)
 
 
 # Copies -------------------------------------------------------------------------------------------
@@ -191,10 +186,9 @@ def test_a_skip_is_copied_once_and_its_gradient_once(
 
 
 @placements
-@pytest.mark.parametrize("poppers", [1, 2])
-def test_one_thread_adds_up_the_gradients_of_a_tensor(devices: list[str], poppers: int) -> None:
+def test_one_thread_adds_up_the_gradients_of_a_tensor(devices: list[str]) -> None:
     """With gradients from two threads, torch may add to one that another node still passes on."""
-    with pipe_of(model(poppers), devices, checkpoint="never") as pipe:
+    with pipe_of(model(), devices, checkpoint="never") as pipe:
         y = pipe(batch())
     threads = defaultdict[tuple[Any, int], set[torch.device]](set)
     for node in nodes_behind(y):
@@ -210,11 +204,10 @@ def test_one_thread_adds_up_the_gradients_of_a_tensor(devices: list[str], popper
 
 @placements
 @modes
-@pytest.mark.parametrize("poppers", [1, 2])
 def test_a_copy_waits_for_the_layer_that_stashes_and_a_layer_for_the_copy_it_pops(
-    devices: list[str], checkpoint: str, poppers: int
+    devices: list[str], checkpoint: str
 ) -> None:
-    assert_same_step(model(poppers, put=slowly), devices, checkpoint=checkpoint)
+    assert_same_step(model(put=slowly), devices, checkpoint=checkpoint)
 
 
 @placements

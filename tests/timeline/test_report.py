@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
 
 from pipert import Event, Timeline
-from pipert.timeline import Report
-from pipert.timeline.report import length, union
 
 CPU = torch.device("cpu")
 CUDA = [torch.device("cuda", k) for k in range(4)]
@@ -30,11 +28,6 @@ def grid(
             yield Event(kind, i, j, CUDA[j], start, free, run)
 
 
-def test_equal_partitions_leave_the_ideal_bubble() -> None:
-    report = Timeline(grid([1.0, 1.0, 1.0], 4), CUDA[:3]).report()
-    assert report.ideal_bubble == report.bubble == pytest.approx(2 / 6)
-
-
 def test_the_bubble_is_of_the_forward_and_the_backward_and_of_nothing_in_between() -> None:
     events = [*grid([1.0, 1.0], 3), *grid([2.0, 4.0], 3, "backward", at=4.5)]
     report = Timeline(events, CUDA[:2]).report()
@@ -47,13 +40,13 @@ def test_time_outside_the_pipe_counts_for_no_device() -> None:
     report = Timeline(events, CUDA[:1]).report()
     assert (report.calls, report.seconds, report.outside) == (2, 10.0, 4.0)
     assert report.devices[0].waiting == 0.0 and report.bubble == 0.0
-    assert "was at work for 60% of that" in " ".join(str(report).split())
+    assert "at work for 60%." in str(report)
 
 
 def test_times_of_a_device_add_up() -> None:
     events = [
         *grid([1.0, 1.0], 1),
-        Event("recompute", 0, 1, CUDA[1], 2.0, 3.0),
+        Event("recomputation", 0, 1, CUDA[1], 2.0, 3.0),
         Event("backward", 0, 1, CUDA[1], 3.0, 5.0),
         Event("backward", 0, 0, CUDA[0], 5.0, 7.0),
         Event("wait", 0, 1, CUDA[1], 0.25, 1.0),
@@ -69,7 +62,7 @@ def test_a_recomputation_inside_of_a_backward_counts_once() -> None:
     events = [
         *grid([1.0], 1),
         Event("backward", 0, 0, CUDA[0], 1.0, 4.0),
-        Event("recompute", 0, 0, CUDA[0], 2.0, 3.0),
+        Event("recomputation", 0, 0, CUDA[0], 2.0, 3.0),
     ]
     report = Timeline(events, CUDA[:1]).report()
     (device,) = report.devices
@@ -88,7 +81,7 @@ def test_gradients_of_weights_that_are_put_off_fill_the_bubble() -> None:
         for j, each in enumerate(by_partition)
         for i, start in enumerate(each)
     ]
-    report = Timeline(events, CUDA[:2], steps=[0]).report()
+    report = Timeline(events, CUDA[:2]).report()
     assert [*report.costs] == [3, 3]
     assert report.bubble == pytest.approx(1 / 7)
     for device in report.devices:
@@ -96,51 +89,34 @@ def test_gradients_of_weights_that_are_put_off_fill_the_bubble() -> None:
 
 
 def test_recomputations_are_shared_out_among_all_micro_batches() -> None:
-    events = [*grid([1.0], 4), *grid([2.0], 3, "recompute", at=5.0)]
+    events = [*grid([1.0], 4), *grid([2.0], 3, "recomputation", at=5.0)]
     assert Timeline(events, CUDA[:1]).report().costs == (2.5,)
-
-
-def kinds(report: Report) -> list[str]:
-    return [one.kind for one in report.advice]
 
 
 def test_the_slowest_partition_is_named() -> None:
     report = Timeline(grid([1.0, 3.0], 4), CUDA[:2]).report()
     text = "partition 1 on cuda:1 is the slowest: 3000.00 ms for a micro-batch, 1.50 of the mean"
-    assert report.advice[0].text == text and kinds(report) == ["balance", "plan"]
-
-
-def test_a_partition_is_slow_by_all_that_its_device_computes() -> None:
-    events = [*grid([1.0, 1.5], 8), *grid([5.0, 0.5], 8, "backward", at=20.0)]
-    assert "partition 0 on" in Timeline(events, CUDA[:2]).report().advice[0].text
+    assert report.advice[0] == text and len(report.advice) == 2
 
 
 def test_a_plan_is_advised_while_devices_wait() -> None:
     (advice,) = Timeline(grid([1.0, 1.0, 1.0], 2), CUDA[:3]).report().advice
-    assert advice.text.startswith("devices waited for 50% of their time and recomputed for 0%: ")
-    assert "pipert.plan_for" in advice.text
+    assert advice.startswith("devices waited for 50% of their time and recomputed for 0%: ")
+    assert "pipert.plan_for" in advice
     assert not Timeline(grid([1.0, 1.0], 32), CUDA[:2]).report().advice
 
 
 def test_a_plan_is_advised_while_devices_recompute() -> None:
-    events = [*grid([1.0], 2), *grid([1.0], 2, "recompute", 2.0), *grid([2.0], 2, "backward", 4.0)]
+    events = [*grid([1.0], 2), *grid([1.0], 2, "recomputation", 2.0)]
+    events += grid([2.0], 2, "backward", 4.0)
     (advice,) = Timeline(events, CUDA[:1]).report().advice
-    assert "waited for 0% of their time and recomputed for 25%" in advice.text
-
-
-def on_cpu(events: Iterable[Event]) -> list[Event]:
-    return [replace(event, device=CPU) for event in events]
-
-
-def test_a_call_on_cpu_is_balanced_by_its_forward_since_one_thread_runs_the_backward() -> None:
-    events = on_cpu([*grid([1.0, 3.0], 4), *grid([3.0, 1.0], 4, "backward", at=20.0)])
-    assert Timeline(events, ["cpu", "cpu"]).report().costs == (1, 3)
-    assert Timeline(events, ["cpu", "cpu"], steps=[0]).report().costs == (4, 4)
+    assert "waited for 0% of their time and recomputed for 25%" in advice
 
 
 def test_unlike_devices_get_no_advice_about_their_balance() -> None:
     events = [replace(e, device=CPU) if e.partition == 0 else e for e in grid([1.0, 3.0], 4)]
-    assert kinds(Timeline(events, [CPU, CUDA[1]]).report()) == ["plan"]
+    (advice,) = Timeline(events, [CPU, CUDA[1]]).report().advice
+    assert "pipert.plan_for" in advice
 
 
 def test_partitions_of_one_device_share_a_line_and_have_no_balance() -> None:
@@ -186,7 +162,7 @@ def test_tasks_that_take_no_time_are_reported() -> None:
 
 def test_the_text_has_a_line_for_each_device_and_the_bubble_beside_the_ideal() -> None:
     text = str(Timeline(grid([1.0, 1.0, 1.0], 4), CUDA[:3]).report())
-    assert [line.split()[0] for line in text.splitlines()[4:7]] == ["cuda:0", "cuda:1", "cuda:2"]
+    assert [line.split()[0] for line in text.splitlines()[3:6]] == ["cuda:0", "cuda:1", "cuda:2"]
     assert "Bubble: 33% of the devices' time; equal partitions would leave 33%." in text
     assert max(map(len, text.splitlines())) <= 100
 
@@ -200,8 +176,3 @@ def test_a_timeline_without_forward_tasks_has_no_report() -> None:
 def test_events_that_cannot_be_are_refused(kind: str, partition: int) -> None:
     with pytest.raises(ValueError, match=f"'{kind}', .*, or not in 2 partitions"):
         Timeline([Event(kind, 0, partition, CPU, 0.0, 1.0)], [CPU, CPU])
-
-
-def test_intervals_are_merged_and_measured() -> None:
-    merged = union([(3, 4), (0, 1), (0.5, 2), (2, 2.5)])
-    assert merged == [(0, 2.5), (3, 4)] and length(merged) == 3.5

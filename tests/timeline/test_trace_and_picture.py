@@ -25,7 +25,7 @@ EVENTS = [
     Event("forward", 0, 1, CUDA[1], 1.5, 2.0),
     Event("backward", 0, 1, CUDA[1], 2.0, 3.0),
     Event("copy", 0, 0, CUDA[0], 3.0, 3.5, source=CUDA[1], origin=1, bytes=8),
-    Event("recompute", 0, 0, CUDA[0], 3.0, 3.25),
+    Event("recomputation", 0, 0, CUDA[0], 3.0, 3.25),
     Event("weight gradient", 0, 1, CUDA[1], 3.0, 3.75),
     Event("backward", 0, 0, CUDA[0], 3.5, 4.5),
 ]
@@ -100,7 +100,7 @@ def test_a_picture_shows_lanes_micro_batches_kinds_and_the_title(tmp_path: Path)
     path = tmp_path / "timeline.svg"
     Timeline(EVENTS, CUDA).plot(path, "One step")
     text = path.read_text()
-    kinds = [f">{kind}<" for kind in ("forward", "recompute", "weight gradient", "copy")]
+    kinds = [f">{kind}<" for kind in ("forward", "recomputation", "weight gradient", "copy")]
     for word in (">One step<", ">cuda:0<", ">cuda:1<", *kinds, ">0<"):
         assert word in text
     assert ">wait<" not in text

@@ -82,19 +82,27 @@ def losses_of(trainer: Any) -> list[float]:
 
 
 def both(
-    folder: Path, make: Callable[[], Any] = build, cuts: list[str] = CUTS, **more: Any
-) -> tuple[Any, Any]:
-    """Trains a pipe and the plain model; returns both trainers."""
+    folder: Path, make: Callable[[], Any] = build, cuts: list[str] = CUTS,
+    kinds: tuple[Any, Any] = (PipelinedTrainer, transformers.Trainer),
+    change: Callable[[Any], None] | None = None, **more: Any,
+) -> tuple[Any, Any]:  # fmt: skip
+    """Trains a pipe and the plain model; returns both trainers, which ``change`` may change."""
     func = more.pop("compute_loss_func", None)
     data = {"train_dataset": more.pop("train", rows(24)), "compute_loss_func": func}
     data |= {"eval_dataset": more.pop("eval", rows(7))}
-    plain = transformers.Trainer(make(), arguments(folder, **more), **data)
-    plain.train()
     with pipe_of(make(), cuts) as pipe:
-        piped = PipelinedTrainer(pipe.module, arguments(folder, **more), **data)
-        piped.train()
-        evaluated = [trainer.evaluate()["eval_loss"] for trainer in (piped, plain)]
-        assert evaluated[0] == pytest.approx(evaluated[1], rel=1e-3 if "bf16" in more else 1e-6)
+        models = pipe.module, make()
+        piped, plain = trainers = [
+            kind(model, arguments(folder, **more), **data)
+            for kind, model in zip(kinds, models, strict=True)
+        ]
+        for trainer in trainers:
+            if change is not None:
+                change(trainer)
+            trainer.train()
+        if change is None:
+            evaluated = [trainer.evaluate()["eval_loss"] for trainer in trainers]
+            assert evaluated[0] == pytest.approx(evaluated[1], rel=1e-6)
     return piped, plain
 
 
@@ -122,6 +130,60 @@ def test_a_users_own_loss_function_gives_the_same_training(tmp_path: Path) -> No
         return total / num_items_in_batch
 
     assert_same(*both(tmp_path, compute_loss_func=loss, gradient_accumulation_steps=2))
+
+
+def mean_loss(model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+    logits, labels = model(inputs["input_ids"]).logits[:, :-1], inputs["labels"][:, 1:]
+    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+class OwnMean(transformers.Trainer):  # type: ignore
+    compute_loss = staticmethod(mean_loss)
+
+
+class PipelinedMean(Pipelined, OwnMean):
+    pass
+
+
+FULL = [row for k, row in enumerate(rows(32)) if not 4 <= k < 6]  # each has labels
+
+
+def test_a_mean_of_the_trainers_own_is_not_split(tmp_path: Path) -> None:
+    more: dict[str, Any] = {"train": FULL, "gradient_accumulation_steps": 2}
+    kinds = PipelinedMean, OwnMean
+    assert_same(*both(tmp_path, kinds=kinds, change=lambda trainer: None, **more))
+
+
+def test_a_mean_of_the_models_own_is_not_split(tmp_path: Path) -> None:
+    def loss(logits: Any, labels: Any, vocab_size: int, **_: Any) -> Any:
+        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+    def make() -> Any:
+        model = build()
+        model.loss_function = loss
+        return model
+
+    assert_same(*both(tmp_path, make, train=FULL, gradient_accumulation_steps=2))
+
+
+def test_a_loss_that_is_set_on_the_trainer_counts_in_each_step(tmp_path: Path) -> None:
+    def change(trainer: Any) -> None:
+        trainer.compute_loss = lambda *args, **kwargs: 10 * mean_loss(*args, **kwargs)
+
+    assert_same(*both(tmp_path, change=change, train=FULL, gradient_accumulation_steps=2))
+
+
+def test_batches_without_labels_that_count_change_no_step(tmp_path: Path) -> None:
+    """BERT's loss of such a batch is not a number; its gradients are zero."""
+    train = [{**row, "labels": row["labels"] * 0 - 100 if k < 6 else row["labels"]}
+             for k, row in enumerate(FULL)]  # fmt: skip
+    more: dict[str, Any] = {"train": train, "per_device_train_batch_size": 1, "max_steps": 5}
+    make, cuts = (lambda: build("BertForMaskedLM")), ["bert.encoder.layer.1"]
+    piped, plain = both(tmp_path, make, cuts, gradient_accumulation_steps=6, **more)
+    assert all(loss == loss for loss in losses_of(piped))
+    torch.testing.assert_close(
+        piped.model.state_dict(), plain.model.state_dict(), check_device=False
+    )
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])

@@ -193,6 +193,7 @@ def test_the_backward_works_though_its_pipe_has_ended(closes: bool, no_gc: None)
     assert x.grad is not None and torch.equal(x.grad, torch.full((4, 1), 16.0))
 
 
+@pytest.mark.main_thread
 @pytest.mark.parametrize("at", [0, 1])
 def test_a_signal_handler_that_closes_the_pool_while_it_starts_leaves_no_thread(
     monkeypatch: pytest.MonkeyPatch, at: int

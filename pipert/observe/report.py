@@ -15,21 +15,12 @@ from textwrap import wrap
 
 import torch
 
-from pipert.observe.event import COMPUTE, FORWARD, RECOMPUTE, Event
+from pipert.observe.event import COMPUTE, FORWARD, RECOMPUTE, WAIT, Event
 
-__all__ = ["Advice", "DeviceTimes", "Report"]
+__all__ = ["DeviceTimes", "Report"]
 
-_COLUMNS = 100  # the width of the text
+_COLUMNS = ("busy", "forward", "recomputing", "backward", "waiting")
 _MUCH = 0.05  # smaller shares are within the noise of the measurements
-
-
-@dataclass(frozen=True, slots=True)
-class Advice:
-    """One thing that holds the pipe back, and what may help."""
-
-    kind: str
-    """``'chunks'``, ``'balance'`` or ``'plan'``."""
-    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,19 +59,27 @@ class Report:
     """The :attr:`bubble` of equal partitions with free copies: ``(n-1)/(m+n-1)`` (section 2.1 of
     the paper)."""
     costs: tuple[float, ...]
-    """The seconds that a micro-batch takes in each partition. Of calls on CPU only the forward: one
-    thread runs the backward of all partitions."""
-    advice: tuple[Advice, ...]
+    """The seconds that a micro-batch takes in each partition."""
+    advice: tuple[str, ...]
     """What holds the pipe back, and what may help."""
 
     def __str__(self) -> str:
-        lines = [*wrap(_headline(self), _COLUMNS), "", *_table(self), ""]
-        lines.append(
-            f"Bubble: {100 * self.bubble:.0f}% of the devices' time; equal partitions would leave "
-            f"{100 * self.ideal_bubble:.0f}%."
-        )
+        work, columns = self.seconds - self.outside, _COLUMNS
+        left_out = f" ({self.incomplete} incomplete left out)" * bool(self.incomplete)
+        width = max(len(times.name) for times in self.devices)
+        lines = [
+            f"Calls: {self.calls}{left_out}, micro-batches: {self.micro_batches}, seconds: "
+            f"{self.seconds:.3f}, at work for {_percent(work, self.seconds)}%. Of this time:",
+            "",
+            " " * width + "".join(f"{column:>13}" for column in columns),
+        ]
+        for times in self.devices:
+            shares = [f"{_percent(getattr(times, column), work):>12}%" for column in columns]
+            lines.append(f"{times.name:<{width}}{''.join(shares)}")
+        lines += ["", f"Bubble: {100 * self.bubble:.0f}% of the devices' time; equal partitions "
+                  f"would leave {100 * self.ideal_bubble:.0f}%."]  # fmt: skip
         for advice in self.advice:
-            lines += wrap(f"* {advice.text}", _COLUMNS, subsequent_indent="  ")
+            lines += wrap(f"* {advice}", 100, subsequent_indent="  ")
         return "\n".join(lines)
 
     __repr__ = __str__
@@ -91,8 +90,8 @@ def make_report(
     lanes: Sequence[str],
     workers: Sequence[int],
     devices: Sequence[torch.device],
-    steps: frozenset[int],
-    failed: frozenset[int],
+    failed: set[int],
+    advice: Iterable[str],
 ) -> Report:
     """Makes the result of :meth:`Timeline.report`."""
     sizes, incomplete = _calls(events, len(devices), failed)
@@ -103,13 +102,11 @@ def make_report(
             f"there is no complete call in this timeline{lost}; call the pipe inside 'with "
             "pipe.record() as timeline', and its backward, too"
         )
-    work = _at_work(events, steps)
+    at_work = length(_at_work(events))
     m, n = int(median_low(sizes.values())), len(lanes)
     seconds = max(event.end for event in events) - min(event.start for event in events)
     of_lanes = [[e for e in events if workers[e.partition] == lane] for lane in range(n)]
-    at_work = length(work)
     times = tuple(_device(name, own, at_work) for name, own in zip(lanes, of_lanes, strict=True))
-    one_thread = not steps.issuperset(sizes) and all(device.type == "cpu" for device in devices)
     report = Report(
         calls=len(sizes),
         incomplete=len(incomplete),
@@ -119,43 +116,40 @@ def make_report(
         devices=times,
         bubble=sum(each.waiting for each in times) / (n * at_work or 1.0),
         ideal_bubble=(n - 1) / (m + n - 1),
-        costs=_costs(events, len(devices), (FORWARD,) if one_thread else COMPUTE),
+        costs=_costs(events, len(devices)),
         advice=(),
     )
-    return replace(report, advice=tuple(_advice(report, workers, devices)))
+    return replace(report, advice=(*advice, *_advice(report, workers, devices)))
 
 
 def _calls(
-    events: Sequence[Event], n: int, failed: frozenset[int]
+    events: Sequence[Event], n: int, failed: set[int]
 ) -> tuple[dict[int, int], set[int]]:
     """Returns the number of micro-batches of each complete call, and the incomplete calls.
 
     A complete call has not failed, and each micro-batch has been through the last partition.
     """
-    forward = [event for event in events if event.kind == FORWARD]
-    through = {(event.run, event.micro_batch) for event in forward if event.partition == n - 1}
-    sizes: dict[int, int] = {}
-    for event in forward:
-        sizes[event.run] = max(sizes.get(event.run, 0), 1 + event.micro_batch)
-    complete = {
-        run: m
-        for run, m in sizes.items()
-        if run not in failed and all((run, i) in through for i in range(m))
-    }
+    begun, ended = dict[int, int](), dict[int, int]()  # micro-batches of each call
+    for event in events:
+        if event.kind == FORWARD:
+            begun[event.run] = max(begun.get(event.run, 0), 1 + event.micro_batch)
+            if event.partition == n - 1:
+                ended[event.run] = ended.get(event.run, 0) + 1
+    complete = {run: m for run, m in begun.items() if run not in failed and ended.get(run) == m}
     return complete, {event.run for event in events} - set(complete)
 
 
-def _at_work(events: Sequence[Event], steps: frozenset[int]) -> list[Interval]:
-    """Returns the times at which the pipe was at work.
+def _at_work(events: Sequence[Event]) -> list[Interval]:
+    """Returns the times at which the pipe was at work: forward, and backward.
 
     A phase does not simply last from its first to its last task, since a call may run backward
     twice, with a pause in between: a gap longer than any task.
     """
     phases: dict[tuple[int, bool], list[Interval]] = {}
     for event in events:
-        if event.kind in COMPUTE:  # the backward is a phase of its own, but in a step
-            phase = event.run, event.kind == FORWARD or event.run in steps
-            phases.setdefault(phase, []).append((event.start, event.end))
+        if event.kind in COMPUTE:
+            phase = phases.setdefault((event.run, event.kind == FORWARD), [])
+            phase.append((event.start, event.end))
     work: list[Interval] = []
     for tasks in phases.values():
         work += union(tasks, gap=max(end - start for start, end in tasks))
@@ -169,19 +163,19 @@ def _device(name: str, events: Sequence[Event], at_work: float) -> DeviceTimes:
     return DeviceTimes(name, busy, forward, recomputing, busy - first, at_work - busy)
 
 
-def _costs(events: Sequence[Event], n: int, kinds: Collection[str]) -> tuple[float, ...]:
-    """Returns the mean seconds that tasks of ``kinds`` take for a micro-batch in each partition."""
+def _costs(events: Sequence[Event], n: int) -> tuple[float, ...]:
+    """Returns the mean seconds that a micro-batch takes in each partition."""
     costs = []
     for j in range(n):
         own = [event for event in events if event.partition == j]
         tasks = {(event.run, event.micro_batch) for event in own}
-        costs.append(seconds_of(own, kinds) / max(1, len(tasks)))
+        costs.append(seconds_of(own, COMPUTE) / max(1, len(tasks)))
     return tuple(costs)
 
 
 def _advice(
     report: Report, workers: Sequence[int], devices: Sequence[torch.device]
-) -> Iterator[Advice]:
+) -> Iterator[str]:
     """Yields what is worth a change."""
     n, lanes, costs = len(devices), report.devices, report.costs
     cpus = sum(device.type == "cpu" for device in devices)
@@ -189,40 +183,18 @@ def _advice(
     if n > 1 and len(lanes) == n and cpus in (0, n) and sum(costs) > 0:
         slowest, ratio = costs.index(max(costs)), max(costs) * n / sum(costs)
         if ratio >= 1 + _MUCH:
-            yield Advice("balance", f"partition {slowest} on {lanes[workers[slowest]].name} is the "
-                         f"slowest: {1e3 * costs[slowest]:.2f} ms for a micro-batch, "
-                         f"{ratio:.2f} of the mean")  # fmt: skip
+            yield (
+                f"partition {slowest} on {lanes[workers[slowest]].name} is the slowest: "
+                f"{1e3 * costs[slowest]:.2f} ms for a micro-batch, {ratio:.2f} of the mean"
+            )
     work = report.seconds - report.outside
     recomputing = sum(each.recomputing for each in lanes) / (len(lanes) * work or 1.0)
     if max(report.bubble, recomputing) >= _MUCH:
-        yield Advice("plan", f"devices waited for {100 * report.bubble:.0f}% of their time and "
-                     f"recomputed for {100 * recomputing:.0f}%: pipert.plan_for searches the "
-                     "balance, chunks, schedule and checkpoint of the fastest step that fits the "
-                     "memory")  # fmt: skip
-
-
-def _headline(report: Report) -> str:
-    left_out = f" ({report.incomplete} incomplete left out)" if report.incomplete else ""
-    return (
-        f"{_count(report.calls, 'call')} of {_count(report.micro_batches, 'micro-batch', 'es')} on "
-        f"{_count(len(report.devices), 'device')} in {report.seconds:.3f} s{left_out}. The pipe "
-        f"was at work for {100 - _percent(report.outside, report.seconds)}% of that, and in this "
-        "time each device was"
-    )
-
-
-def _count(number: int, noun: str, plural: str = "s") -> str:
-    return f"{number} {noun}{plural * (number != 1)}"
-
-
-def _table(report: Report) -> Iterator[str]:
-    columns = ("busy", "forward", "recomputing", "backward", "waiting")
-    width = max(len(times.name) for times in report.devices)
-    yield " " * width + "".join(f"{column:>13}" for column in columns)
-    work = report.seconds - report.outside
-    for times in report.devices:
-        shares = "".join(f"{_percent(getattr(times, column), work):>12}%" for column in columns)
-        yield f"{times.name:<{width}}{shares}"
+        yield (
+            f"devices waited for {100 * report.bubble:.0f}% of their time and recomputed for "
+            f"{100 * recomputing:.0f}%: pipert.plan_for searches the balance, chunks, schedule and "
+            "checkpoint of the fastest step that fits the memory"
+        )
 
 
 def _percent(part: float, whole: float) -> int:
@@ -244,8 +216,17 @@ def union(intervals: Iterable[Interval], gap: float = 0.0) -> list[Interval]:
 
 
 def seconds_of(events: Iterable[Event], kinds: Collection[str]) -> float:
-    """Returns the seconds in which there was an event of one of these kinds."""
-    return length(union((event.start, event.end) for event in events if event.kind in kinds))
+    """Returns the seconds in which there was an event of one of these kinds.
+
+    Less the waits inside of tasks, as those of any model have where a CUDA device uses an input.
+    """
+    spans, waits = list[Interval](), list[Interval]()
+    for event in events:
+        if event.kind in kinds:
+            spans.append((event.start, event.end))
+        elif event.kind == WAIT and event.device.type == "cuda":
+            waits.append((event.start, event.end))
+    return length(union(spans + waits)) - length(union(waits))
 
 
 def length(intervals: Iterable[Interval]) -> float:
