@@ -54,7 +54,7 @@ class PipeClosedError(PipertError):
 
 
 class WorkerDiedError(PipertError):
-    """A worker thread ended during a call.
+    """A worker thread, or the clock's, ended during a call.
 
     Only something outside pipert can end it, such as an asynchronous exception thrown into the
     thread. The next call starts a new worker. Unlike with :class:`PipeClosedError`, nobody asked

@@ -29,7 +29,8 @@ from pipert._typing import Value
 from pipert.autograd.order import begin_numbers
 from pipert.autograd.streams import CopyStreams, devices_with_own_streams
 from pipert.batch.tensors import differentiable
-from pipert.engine.waiting import Posting, Waiting
+from pipert.engine.clock import Posting
+from pipert.engine.waiting import Waiting
 from pipert.errors import PipeClosedError, ReentrantCallError
 from pipert.layers.batchnorm import DeferredStats
 from pipert.layers.modules import compute_cached
@@ -79,8 +80,8 @@ class Runtime:
         served = [devices[self.workers.index(w)] for w in range(len(set(self.workers)))]
         names = [f"pipert-{device}-{w}" for w, device in enumerate(served)]
         self._cpu_workers = sum(device.type == "cpu" for device in served)
-        self.pool = Pool(names, served)
-        self.waiting = Waiting(self.pool)
+        self.pool = Pool([*names, "pipert-clock"], [*served, torch.device("cpu")])
+        self.waiting = Waiting(self.pool, len(names))
 
     def call(
         self,
@@ -105,7 +106,8 @@ class Runtime:
         threads = self._threads()
         with self.trace.open(plan) as trace:
             run = self._new_run(plan, trace, function)
-            self._execute(Posting(self.model.assemble(run, inputs, None, stats), threads), timeout)
+            posting = Posting(self.model.assemble(run, inputs, None, stats), self.pool.put)
+            self._execute(run, posting, threads, timeout)
             if len({device for device in self.devices if device.type == "cuda"}) > 1:
                 nodes = {y.grad_fn for y in differentiable(run.outputs)[0] if y.grad_fn is not None}
                 run.seed.guard_backward(nodes)
@@ -148,10 +150,10 @@ class Runtime:
         with self.trace.open(plan) as trace:
             run = self._new_run(plan, trace, seed=RunSeed(of_all=seed))
             run.seed.is_concurrent = True
-            posting = Posting(self.model.assemble(run, [x], None, None), threads)
+            posting = Posting(self.model.assemble(run, [x], None, None), self.pool.put)
             del x
             try:
-                posting.post(self.pool)
+                self.waiting.post(posting)
                 yield run.outcome.cancel
             except BaseException:
                 run.outcome.cancel()
@@ -163,9 +165,9 @@ class Runtime:
                     raise
                 limit = 0.0 if self.waiting.stuck() else timeout  # it waits behind one given up
                 with contextlib.suppress(Exception):  # an earlier one is the first in order
-                    self._execute(posting, limit)
+                    self._execute(run, posting, threads, limit)
                 raise
-            self._execute(posting, timeout)
+            self._execute(run, posting, threads, timeout)
             trace.outcome = "succeeded"
             yield run.outputs.pop()
 
@@ -188,7 +190,7 @@ class Runtime:
             step.inputs = [differentiable(x)[0] for x in inputs]
             run = self._new_run(plan, trace, function)
             stages = self.model.assemble(run, inputs, step, stats)
-            self._execute(Posting(stages, threads), timeout)
+            self._execute(run, Posting(stages, self.pool.put), threads, timeout)
             try:
                 run.effects.check()
                 step.check()
@@ -242,13 +244,14 @@ class Runtime:
         run.seed.is_concurrent |= overlap and len(set(self.workers)) > 1
         return run
 
-    def _execute(self, posting: Posting, timeout: float | None) -> None:
-        """Execute a run; raise its failure, if any."""
-        run = posting.run
+    def _execute(
+        self, run: Run, posting: Posting, threads: list[WorkerThread], timeout: float | None
+    ) -> None:
+        """Execute ``run``; raise its failure, if any."""
         try:
             with paused():
                 try:
-                    self.waiting.execute(posting, timeout)
+                    self.waiting.execute(run, posting, threads, timeout)
                 finally:
                     run.seed.is_over = True  # or this thread waits for the generator of a stuck one
         finally:  # each, whatever interrupts another

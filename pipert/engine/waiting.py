@@ -1,9 +1,4 @@
-"""Posts a run, and waits until nothing of it is queued or executing, whatever happens meanwhile.
-
-The caller posts the tasks to the workers' in-queues in the order of the plan, and does not wait for
-a diagonal to finish: a worker starts ``F[i,j]`` the moment its input arrives. The runs of several
-callers are posted whole, one after the other, and overlap in the pipeline (section 3.2.1 of the
-paper).
+"""Waits for a run until nothing of it is queued or executing, whatever happens meanwhile.
 
 Guarantees:
 
@@ -23,11 +18,11 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import monotonic
 
+from pipert.engine.clock import Posting
 from pipert.errors import (
     PipeClosedError,
     PipelineTimeout,
@@ -37,7 +32,6 @@ from pipert.errors import (
     WorkerDiedError,
 )
 from pipert.stage.run import Outcome, Run
-from pipert.stage.stage import Stage, Task
 from pipert.status import WAITING, TaskStatus, WorkerStatistics, table
 from pipert.workers.pool import Pool
 from pipert.workers.worker import CHECK, WorkerThread
@@ -47,27 +41,13 @@ _log = logging.getLogger("pipert")
 _RECHECK = 0.02  # s; and, if a worker is dead, whether the others are done with the run
 
 
-class Posting:
-    """A run on its way to the workers, which :meth:`Waiting.execute` must wait for."""
-
-    def __init__(self, stages: Sequence[Stage], threads: Sequence[WorkerThread]) -> None:
-        self.stages, self.threads, self.run = stages, threads, stages[0].run
-        plan = self.run.plan
-        self._due = deque([(plan.placement[a.j], Task(stages[a.j], a)) for a in plan.order])
-
-    def post(self, pool: Pool) -> None:
-        """Post what is left to post. An interrupt may leave the last task posted twice."""
-        with pool.lock:
-            while self._due:
-                pool.put(*self._due[0])
-                self._due.popleft()
-
-
 @dataclass(slots=True, eq=False)
 class Waiting:
     """The part of a pipe that waits for its runs. Thread-safe."""
 
     _pool: Pool
+    _clock: int
+    """The index of the clock among the pool's threads: the last, after the workers."""
     _given_up: dict[Outcome, tuple[int, int]] = field(default_factory=dict)
     """The process and the number of each run that was given up and is not settled."""
 
@@ -86,7 +66,7 @@ class Waiting:
 
     def workers(self) -> tuple[WorkerStatistics, ...]:
         """Return what each worker is doing."""
-        return tuple(self._pool.statistics())
+        return tuple(self._pool.statistics()[: self._clock])
 
     def stuck(self) -> list[WorkerStatistics]:
         """Return the workers that are executing a task of a call that was given up.
@@ -102,27 +82,35 @@ class Waiting:
         workers = self.workers() if numbers else ()
         return [w for w in workers if w.doing is not None and w.doing.run in numbers]
 
-    def execute(self, posting: Posting, timeout: float | None) -> None:
-        """Post the run, or what is left of it, and wait for it."""
+    def post(self, posting: Posting) -> None:
+        """Let the clock post a run, which :meth:`execute` must follow."""
+        self._pool.put(self._clock, posting)
+
+    def execute(
+        self, run: Run, posting: Posting, threads: list[WorkerThread], timeout: float | None
+    ) -> None:
+        """Post the run and wait for it."""
         try:
-            posting.post(self._pool)
-            if self._wait(posting, timeout):
+            self.post(posting)  # once, if it was posted before
+            if self._wait(run, posting, threads, timeout):
                 return
-            error: PipertError | None = _deadlock(posting.threads)
+            error: PipertError | None = _deadlock(threads)
             error = error or self.timed_out("a call of the pipe was not over", timeout)
-            self._give_up(posting)
+            self._give_up(run, posting)
         except BaseException:
             try:
-                self._call_off(posting, timeout)
+                self._call_off(run, posting, threads, timeout)
             except BaseException:  # noqa: B036  the first interrupt is being raised
-                self._call_off(posting, 0.0)
+                self._call_off(run, posting, threads, 0.0)
             raise
         try:
             raise error
         finally:
             del error  # it references this frame
 
-    def _wait(self, posting: Posting, timeout: float | None) -> bool:
+    def _wait(
+        self, run: Run, posting: Posting, threads: list[WorkerThread], timeout: float | None
+    ) -> bool:
         """Wait until nothing of the run is queued or executing; ``False`` if that cannot be waited
         for: time runs out, or a worker waits for an import of this thread (R6).
 
@@ -131,11 +119,12 @@ class Waiting:
         one is not, and twice in a row nobody works on the run, the run is lost.
         """
         deadline = math.inf if timeout is None else monotonic() + timeout
-        interval, lost, run, threads = CHECK, 0, posting.run, posting.threads
+        interval, lost = CHECK, 0
         while not run.outcome.wait(max(0.0, min(interval, deadline - monotonic()))):
             if monotonic() >= deadline or _deadlock(threads):
                 return False
-            dead = [thread.name for thread in threads if not thread.is_alive()]
+            needed = threads[: self._clock] if posting.is_done else threads
+            dead = [thread.name for thread in needed if not thread.is_alive()]
             is_served = not dead or any(task.phase != WAITING for task in self._tasks_of(run))
             if lost < 2 and is_served:
                 interval, lost = CHECK, 0
@@ -150,7 +139,7 @@ class Waiting:
         return True
 
     def _tasks_of(self, run: Run) -> list[TaskStatus]:
-        """Return the tasks of ``run`` that workers execute or wait for."""
+        """Return the tasks of ``run`` that workers, and the clock, execute or wait for."""
         tasks = [worker.doing for worker in self._pool.statistics()]
         return [task for task in tasks if task is not None and task.run == run.number]
 
@@ -159,22 +148,23 @@ class Waiting:
             return PipeClosedError("the pipe was closed during the call")
         return WorkerDiedError(f"{' and '.join(dead)} ended from outside during the call")
 
-    def _call_off(self, posting: Posting, timeout: float | None) -> None:
+    def _call_off(
+        self, run: Run, posting: Posting, threads: list[WorkerThread], timeout: float | None
+    ) -> None:
         """Cancel the run of an interrupted caller (R2).
 
         Waits for executing layers, which cannot be interrupted, until the time limit or the next
         interrupt.
         """
-        posting.run.outcome.cancel()
-        posting.post(self._pool)  # since it is unknown how far the interrupted call came
-        if not self._wait(posting, timeout):
-            self._give_up(posting)
+        run.outcome.cancel()
+        self.post(posting)  # again, since it is unknown how far the interrupted call came
+        if not self._wait(run, posting, threads, timeout):
+            self._give_up(run, posting)
             what = "layers of an interrupted call had not returned"
             _log.warning("%s", self.timed_out(what, timeout))
 
-    def _give_up(self, posting: Posting) -> None:
+    def _give_up(self, run: Run, posting: Posting) -> None:
         """Give up a run whose layer does not return: R2 as far as possible. Idempotent."""
-        run = posting.run
         run.outcome.cancel()
         self._given_up[run.outcome] = os.getpid(), run.number
         for stage in posting.stages:
@@ -194,7 +184,7 @@ class Waiting:
         return error
 
 
-def _deadlock(threads: Sequence[WorkerThread]) -> ReentrantCallError | None:
+def _deadlock(threads: list[WorkerThread]) -> ReentrantCallError | None:
     """Return the error of a call whose layer waits for an import of this thread, if one does."""
     for thread in threads:
         if name := thread.import_awaited():

@@ -1,7 +1,7 @@
 """Plans a run: its actions and their order, as data. Nothing here runs anything.
 
 A plan lays the actions out in *ticks*, as if all took the same time. What matters is their order:
-the caller posts tick by tick, and a worker starts an action the moment its input arrives. So a plan
+the clock posts tick by tick, and a worker starts an action the moment its input arrives. So a plan
 is correct, and nobody waits for ever, if these rules hold:
 
 1. Each action occurs once.
@@ -92,7 +92,7 @@ class Plan:
     kinds: tuple[str, ...] = STEP
     """The kinds of action that the plan must have. Of another that it has, it has all."""
     order: tuple[Action, ...] = field(init=False, repr=False, compare=False)
-    """All actions, in the order in which they are posted."""
+    """All actions, in the order in which the clock posts them."""
     positions: dict[Action, int] = field(init=False, repr=False, compare=False)
     """The position of each action in the order."""
     occurring_kinds: frozenset[str] = field(init=False, repr=False, compare=False)

@@ -253,8 +253,7 @@ class Task:
 
     def send(self, result: Any) -> None:
         self._handler.send(self._action.i, result)
-        if self._due:  # else it was posted twice
-            self._due.pop().settle()
+        self._due.pop().settle()
 
     def abandon(self, error: BaseException) -> None:
         for outcome in self._due.take() or ():  # nothing if the action was settled already

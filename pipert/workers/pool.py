@@ -12,8 +12,8 @@ Guarantees:
 * **P5** a forked child has none of its parent's threads; it starts its own.
 * **P6** threads are named ``pipert-<device>-<n>``, for the operating system too.
 
-The lock is reentrant, because a signal handler may close the pool on the very thread that is
-starting it; ``stop`` takes no lock, because a finalizer may run anywhere.
+The lock guards the list of threads. It is reentrant, because a signal handler may close the pool on
+the very thread that is starting it; ``stop`` takes no lock, because a finalizer may run anywhere.
 """
 
 from __future__ import annotations
@@ -50,8 +50,7 @@ class Pool:
         self._reset()
 
     def _reset(self) -> None:
-        self.lock = threading.RLock()
-        """Guards the list of threads; whoever posts several tasks as a whole holds it."""
+        self._lock = threading.RLock()
         self._threads: list[WorkerThread] = []
         self._activities = tuple(Activity() for _ in self._names)
         self._pid = os.getpid()
@@ -89,7 +88,7 @@ class Pool:
             and all([thread.serves() for thread in self._threads])
         ):
             return list(self._threads)
-        with self.lock:
+        with self._lock:
             if self._closed:
                 raise PipeClosedError(
                     f"the pipe was closed{self.closed_by}; make a new one of the same module, with "
@@ -126,7 +125,7 @@ class Pool:
         self.stop()
         if self._pid != os.getpid():
             return []  # a forked child has no threads, and the lock may be held for ever
-        with self.lock:  # no other thread is starting workers now
+        with self._lock:  # no other thread is starting workers now
             threads = list(self._threads)
         self.stop()
         if not join:

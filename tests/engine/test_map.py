@@ -280,9 +280,9 @@ def test_closing_the_pipe_in_the_middle_ends_it(kind: str) -> None:
 def test_a_layer_that_takes_too_long_ends_it(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     gate, limits, real = threading.Event(), list[float | None](), Waiting.execute
 
-    def execute(self: Waiting, posting: Any, timeout: Any) -> None:
+    def execute(self: Waiting, run: Any, posting: Any, threads: Any, timeout: Any) -> None:
         limits.append(timeout)
-        real(self, posting, timeout)
+        real(self, run, posting, threads, timeout)
 
     def wait(x: Tensor) -> Tensor:
         assert len(x) != 7 or gate.wait(10.0)

@@ -101,7 +101,7 @@ def sweep_of_deaths(name, block=contextlib.nullcontext):
 
 
 @pytest.mark.parametrize("how", ["call", "1f1b"])
-@pytest.mark.parametrize("name", ["pipert-cpu-0", "pipert-cpu-1"])
+@pytest.mark.parametrize("name", ["pipert-cpu-0", "pipert-cpu-1", "pipert-clock"])
 @strides
 @pytest.mark.timeout(120)
 def test_an_exception_thrown_into_a_thread_of_pipert_at_any_place_causes_no_hang(

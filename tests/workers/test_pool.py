@@ -97,11 +97,11 @@ def end(threads: set[WorkerThread], wait: float = WAIT) -> set[WorkerThread]:
 # P1
 
 
-def test_the_first_run_starts_a_thread_for_each_partition() -> None:
+def test_the_first_run_starts_a_thread_for_each_partition_and_one_for_the_clock() -> None:
     before = workers()
     with two(Double(), Double()) as pipe:
         pipe(ROWS)
-        assert len(workers() - before) == 2
+        assert len(workers() - before) == 3
 
 
 def test_a_second_run_runs_on_the_threads_of_the_first() -> None:
@@ -120,7 +120,7 @@ def test_simultaneous_first_callers_start_the_threads_once() -> None:
         callers = [started(lambda: (together.wait(WAIT), pipe(ROWS))) for _ in range(4)]
         for thread, _ in callers:
             thread.join(WAIT)
-        assert len(workers() - before) == 2
+        assert len(workers() - before) == 3
 
 
 def test_only_a_dead_thread_is_replaced() -> None:
@@ -231,7 +231,7 @@ def test_dropping_the_last_reference_ends_the_threads(no_gc: None) -> None:
     pipe(ROWS)
     new = workers() - before
     del pipe
-    assert (len(new), end(new)) == (2, set())
+    assert (len(new), end(new)) == (3, set())
 
 
 def test_dropping_the_last_reference_does_not_join(no_gc: None) -> None:
@@ -263,7 +263,7 @@ def test_the_last_reference_may_be_dropped_by_a_layer(no_gc: None) -> None:
     new = workers() - before
     with two(Double(holder.clear), Double()) as pipe:
         pipe(ROWS)
-        assert (len(new), end(new)) == (2, set())
+        assert (len(new), end(new)) == (3, set())
 
 
 # P6
@@ -285,4 +285,4 @@ def test_the_operating_system_knows_the_names() -> None:
             Path(f"/proc/self/task/{thread.native_id}/comm").read_text().strip()
             for thread in pipe._runtime.pool._threads
         }
-        assert names == {"pipert-cpu-0", "pipert-cpu-1"}
+        assert names == {"pipert-cpu-0", "pipert-cpu-1", "pipert-clock"}

@@ -195,7 +195,7 @@ def test_a_worker_ended_from_outside_logs_its_abandoned_tasks(
 # W1, of a pipe
 
 
-WORKERS = pytest.mark.parametrize("worker", [0, 1], ids=["first", "last"])
+WORKERS = pytest.mark.parametrize("worker", [0, 1, 2], ids=["first", "last", "clock"])
 
 
 @WORKERS
