@@ -247,7 +247,7 @@ class Setting:
     def wrongs_afterwards(self) -> Iterator[str]:
         """Yields what is wrong after a failed run whose error was dropped."""
         threads = self.threads()
-        if threads and len([t for t in threads if isinstance(t, WorkerThread)]) != self.n:
+        if threads and len([t for t in threads if isinstance(t, WorkerThread)]) != self.n + 1:
             yield f"after the failure there are the threads {threads}"
         # The engine keeps nodes that did not run in this thread's queue until its next backward.
         torch.autograd.backward(torch.ones((), requires_grad=True))
@@ -266,7 +266,7 @@ class Setting:
         for k, (parameter, grad) in enumerate(zip(parameters, grads, strict=True)):
             if parameter.grad is None or not torch.allclose(parameter.grad, grad, atol=1e-6):
                 yield f"the next gradient of parameter {k} is {parameter.grad}, not {grad}"
-        if not threads <= self.threads() or len(self.threads()) != self.n:
+        if not threads <= self.threads() or len(self.threads()) != self.n + 1:
             yield f"the threads were {threads} and are {self.threads()}"
 
 

@@ -173,15 +173,6 @@ def test_a_mistake_is_explained(mistake: str) -> None:
         make()
 
 
-def test_a_model_that_moved_to_meta_under_its_pipe_is_explained() -> None:
-    model = Chain()
-    with pipeline(model, ["layers.2"], devices=CPUS) as pipe:
-        model.to("meta")
-        with pytest.raises(RuntimeError, match="meta") as caught:
-            pipe(X)
-        assert "the model was moved to 'meta': make a new pipe" in "".join(caught.value.__notes__)
-
-
 def test_a_batch_whose_entries_are_arguments_is_explained() -> None:
     with pipeline(Chain(), ["layers.2"], devices=CPUS) as pipe:
         with pytest.raises(TypeError) as caught:
