@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -112,7 +112,7 @@ def assemble(
     stages = []
     for j, (partition, place) in enumerate(zip(model.partitions, places, strict=True)):
         skips = model.skips[j]
-        layers = _layers(run, partition, place, bool(skips), step)
+        layers = layers_for(run, partition, place, bool(skips), step)
         links = Links(values[j], values[j + 1], gradients[j], gradients[j + 1])
         copies = Copies(run, j, bool(skips), step is not None, model.keeps_forward)
         partition_stats = stats.partitions[j] if stats else None
@@ -125,9 +125,10 @@ def assemble(
     return stages
 
 
-def _layers(
-    run: Run, partition: nn.Sequential, place: Place, has_skips: bool, step: Step | None
+def layers_for(
+    run: Any, partition: nn.Sequential, place: Place, has_skips: bool, step: Step | None
 ) -> Layers:
+    """Make what computes a partition in a :class:`Run`, or in a mini-batch over ranks."""
     draws_loss = step is not None and place.is_last and step.loss.draws
     seed = run.seed if draws_loss or draws(partition) else None
     return Layers(partition, place, run.context, has_skips, run.trace, run.effects, seed)
