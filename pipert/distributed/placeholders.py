@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from pipert._typing import Tensors
 from pipert.any_model.checkpointed_calls import objects_in, refuse_changes
-from pipert.autograd.hooks import checkpoint_around
-from pipert.batch.tensors import describe, tensors_of, versions
+from pipert.batch.tensors import describe, map_tensors, tensors_of, versions
 from pipert.batch.trees import REMEDY, flatten, held_by, unflatten
 from pipert.errors import PipertError
 from pipert.layers.modules import modules_of
@@ -246,15 +245,15 @@ def refuse_hidden(
 
 
 @contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
-    """Restore the model's buffers; and attributes, dicts and lists that have got meta tensors.
+def untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Restore buffers and random states; and attributes, dicts and lists that have meta tensors.
 
     Others stay: transformers notes in an attribute that it has registered hooks.
     """
     tables = [vars(module) for module in modules_of(model)]
     kept: list[Any] = [one for table in tables for one in (table, *table.values())]
     before = [(one, copy(one)) for one in kept if type(one) in (dict, list)]
-    with unchanged(model):
+    with unchanged(model, device):
         try:
             yield
         finally:
@@ -275,15 +274,6 @@ def _has_meta(value: Any) -> bool:
     return any(one.is_meta and not isinstance(one, nn.Parameter) for one in found)
 
 
-def refuse_unrepeatable() -> None:
-    """Refuse a call of a layer that a checkpoint of the own code would repeat."""
-    if torch.is_grad_enabled() and checkpoint_around() is not None:
-        raise ReplayError(
-            "the model's own code calls a layer inside of torch.utils.checkpoint (in place of "
-            f"checkpoint= of the pipe), whose recomputation needs values, {LACKS}"
-        )
-
-
 @contextmanager
 def forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     """Let ``forward`` take the place of the module's in the block; hooks stay."""
@@ -295,3 +285,54 @@ def forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator
         del module.__dict__["forward"]
         if before is not None:
             module.__dict__["forward"] = before
+
+
+def placeholder_of(tensor: Tensor, needs_grad: bool) -> Tensor:
+    """Return a meta tensor like this one; it requires grad if its dtype can."""
+    is_trained = needs_grad and (tensor.is_floating_point() or tensor.is_complex())
+    return empty_like(tensor).requires_grad_(is_trained)
+
+
+def empty_like(tensor: Tensor, device: torch.device | None = META) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+
+
+class Zeros:
+    """Zeros for a ``layer`` that cannot be recorded on meta tensors, as experts choose by values.
+
+    Whatever has no value here is a zero of the same shape, made where a function needs it.
+    """
+
+    def __init__(self, layer: nn.Module, device: torch.device) -> None:
+        self._layer, self._device = layer, device
+        self._buffers = {id(buffer) for buffer in layer.buffers()}
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return what a function inside of the layer gets for ``tensor``."""
+        if tensor.is_meta or isinstance(tensor, nn.Parameter):
+            return empty_like(tensor, self._device).zero_()
+        return tensor.to(self._device) if id(tensor) in self._buffers else tensor
+
+    def call(self, name: str, call: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """Call the layer; return its result in meta tensors but for its arguments."""
+        given = tensors_of((args, kwargs))[0]
+        zeros = {id(tensor): self.of(tensor) for tensor in given}
+        back = {id(zeros[id(tensor)]): tensor for tensor in given}
+        trained = any(t.requires_grad for t in (*given, *self._layer.parameters()))
+        needs_grad = torch.is_grad_enabled() and trained
+        args, kwargs = map_tensors((args, kwargs), lambda t: zeros[id(t)])
+        try:
+            with torch.no_grad():
+                y = call(*args, **kwargs)
+        except Exception as error:
+            raise ReplayError(
+                f"the layer {name!r} needs values to be recorded, and fails with zeros in their "
+                f"place ({type(error).__name__}: {str(error)[:200]}); let it take zeros"
+            ) from error
+        finally:
+            map_tensors((args, kwargs), lambda t: back.get(id(t), t))  # in the caller's lists
+        tensors, rebuild = tensors_of(y)
+        found = [
+            back[id(t)] if id(t) in back else placeholder_of(t, needs_grad) for t in tensors
+        ]
+        return rebuild(tuple(found))

@@ -23,9 +23,9 @@ import os
 import pickle
 import sys
 import traceback
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +35,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pipert._typing import Device, Tensors, Value
 from pipert.batch.tensors import tensors_of
+from pipert.batch.trees import ORDINARY, flatten
 from pipert.errors import PipertError
 from pipert.schedules.action import FORWARD, Action
 from pipert.skip.store import parts_of
@@ -62,37 +63,27 @@ class Agreement:
         self._lost = ""
         world: Any = dist.group.WORLD
         some = len(self.ranks) < dist.get_world_size()  # the others do not take part
-        limit = world.get_group_store().timeout
+        store, me = world.get_group_store(), dist.get_rank()
+        limit = store.timeout
         with self.talking():
-            self._meet(world.get_group_store(), limit)
+            # Wait until all ranks are here: gloo would try five times as long to reach one.
+            number = store.add(f"pipert/{self.ranks}/{me}", 1)  # of one rank alone
+            store.set(f"pipert/{self.ranks}/{number}/{me}", "here")
+            store.wait([f"pipert/{self.ranks}/{number}/{rank}" for rank in self.ranks], limit)
             self._group = dist.new_group(
                 self.ranks, limit, "gloo", use_local_synchronization=some
             )
 
-    def _meet(self, store: Any, limit: timedelta) -> None:
-        """Wait until all ranks are here: gloo would try five times as long to reach one."""
-        number = store.add(f"pipert/{self.ranks}/{dist.get_rank()}", 1)  # of one rank alone
-        keys = {rank: f"pipert/{self.ranks}/{number}/{rank}" for rank in self.ranks}
-        store.set(keys[dist.get_rank()], "here")
-        try:
-            store.wait([*keys.values()], limit)
-        except BaseException:
-            store.delete_key(keys[dist.get_rank()])  # one that comes later waits in vain, too
-            raise
-
     @contextmanager
-    def talking(self, at: Callable[[], object] = lambda: "between mini-batches") -> Iterator[None]:
-        """Talk to other ranks in the block; after an error there, this rank talks no more.
-
-        ``at`` is called after an error, and says where this rank was.
-        """
+    def talking(self) -> Iterator[None]:
+        """Talk to other ranks in the block; after an error there, this rank talks no more."""
         if self._lost:
             raise RankError(f"{self._lost}; start all ranks anew")
         try:
             yield
         except BaseException as error:
             why = error.__cause__ or error  # torch's stages wrap it, and print their inputs
-            self._lost = f"rank {dist.get_rank()} lost the others {at()}: {_text_of(why)}"
+            self._lost = f"rank {dist.get_rank()} lost the others: {_text_of(why)}"
             if not isinstance(error, Exception):
                 raise
             raise RankError(f"a rank ended or did not answer: {self._lost}") from error
@@ -223,6 +214,11 @@ class RankPlace:
         self.homes: Sequence[int] = ()
         """The rank of each partition, once that is known."""
 
+    @property
+    def own(self) -> list[int]:
+        """This rank's partitions."""
+        return [j for j, home in enumerate(self.homes) if home == dist.get_rank()]
+
 
 def _device_of(mesh: DeviceMesh, device: Device | None) -> torch.device:
     """Return this rank's device: the one given, or else the default for the mesh."""
@@ -285,13 +281,12 @@ class Arrived:
 
     Args:
         header: the header of its parcel.
-        device: where its tensors belong.
-        tensors: these, if they are on this rank already; else memory is allocated for them.
+        device: where memory is allocated for its tensors.
     """
 
-    def __init__(self, header: bytes, device: torch.device, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, header: bytes, device: torch.device) -> None:
         metas, self._structure, self.shared = pickle.loads(header)
-        self.tensors = tensors or [_empty_like(meta, device) for meta in metas]
+        self.tensors = [_empty_like(meta, device) for meta in metas]
         self._grads = [meta.requires_grad and torch.is_grad_enabled() for meta in metas]
 
     def rebuild(self, tensors: Tensors) -> Value:
@@ -336,3 +331,34 @@ def transfers(
     """Return operations that send dense tensors to a rank, or receive them from it, as bytes."""
     memories = [t.detach().as_strided((t.numel(),), (1,)) for t in tensors if t.numel()]
     return [dist.P2POp(operation, m.view(torch.uint8), rank, group) for m in memories]
+
+
+def checksum_of(value: Value) -> int:
+    """Return a checksum of a value: of the structure, and of some elements of tensors on CPU."""
+    leaves, spec = flatten(value)
+    found = zlib.crc32(str(spec).encode())
+    for leaf in leaves:
+        shown: Any = leaf if type(leaf) in ORDINARY else type(leaf)
+        if isinstance(leaf, Tensor):
+            shown = leaf.dtype, tuple(leaf.shape)
+            if leaf.device.type == "cpu" and leaf.layout == torch.strided:
+                some = leaf.detach().flatten()[:: 1 + leaf.numel() // 1024].contiguous()
+                found = zlib.crc32(bytes(some.view(torch.uint8).tolist()), found)
+        found = zlib.crc32(repr(shown).encode(), found)
+    return found
+
+
+def share(site: RankPlace, inputs: list[Value]) -> Arrived | None:
+    """Send the first rank's inputs to all ranks of its pipeline; return them on the others."""
+    first = site.homes[0]
+    with site.agreement.agreeing() as headers:
+        parcel = pack(inputs)
+        headers.append(parcel.header)
+    arrived = None
+    if first != dist.get_rank():
+        arrived = Arrived(site.agreement.of(first, headers), site.device)
+    tensors = parcel.tensors if arrived is None else arrived.tensors
+    with site.agreement.talking():
+        for sent in transfers(dist.isend, tensors, first, site.group):
+            dist.broadcast(sent.tensor, first, site.group)
+    return arrived

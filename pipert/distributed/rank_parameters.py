@@ -27,7 +27,6 @@ from torch.nn.utils import get_total_norm
 
 from pipert._torch import hooks_on_grad, tensor_hooks
 from pipert.distributed.rank_messages import RankPlace, transfers
-from pipert.model.split import sequential
 
 __all__ = ["empty_parameters"]
 
@@ -97,14 +96,14 @@ def loader(load: Load | None) -> Callable[[str], Tensor | None]:
 
 
 def materialise(
-    model: nn.Module, own: set[nn.Parameter], device: torch.device, load: Load | None
+    model: nn.Module, device_of: Callable[[Tensor], torch.device], load: Load | None
 ) -> dict[nn.Parameter, nn.Parameter]:
-    """Put this rank's parameters on its device; put all others on the meta device.
+    """Put parameters and buffers on their devices, with values by their names.
 
     Args:
         model: the model, changed in place.
-        own: this rank's parameters.
-        device: this rank's. Buffers of all ranks go there, since the model's own code may use them.
+        device_of: returns the device of a parameter or buffer; the meta device for a parameter
+            whose values are not needed.
         load: the values of parameters and of buffers that belong to the state. ``None`` keeps those
             there are; parameters on meta then get memory without values.
 
@@ -120,25 +119,26 @@ def materialise(
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[parameter].append(name)
     new: dict[nn.Parameter, nn.Parameter] = {}
-    missing = []
+    missing: list[str] = []
     for parameter, called in names.items():
-        if parameter in own:
+        device, value = device_of(parameter), None
+        if device != META:
             value = next((v for name in called if (v := value_of(name)) is not None), None)
-            if value is not None:
-                value = _fitting(value, parameter, called[0], device)
-            elif parameter.is_meta and load is not None:
-                missing.append(called[0])
-            made = parameter if value is None else value
-            made = torch.empty_like(made, device=device) if made.is_meta else made.to(device)
+        if value is not None:
+            made = _copy(value, parameter, called[0], device)
+        elif parameter.is_meta and device != META:
+            missing += called[:1] if load is not None else []
+            made = torch.empty_like(parameter, device=device)
         else:
-            made = parameter.detach().to(META)
-        if made is not parameter:
-            if parameter in own and (tensor_hooks(parameter) or hooks_on_grad(parameter)):
-                raise ValueError(
-                    f"the parameter {called[0]!r} has hooks, but another one takes its place; "
-                    "register them on the pipe's parameters"
-                )
-            new[parameter] = _like(parameter, made.detach())
+            made = parameter.to(device)
+        if made is parameter:
+            continue
+        if device != META and (tensor_hooks(parameter) or hooks_on_grad(parameter)):
+            raise ValueError(
+                f"the parameter {called[0]!r} has hooks, but another one takes its place; "
+                "register them on the pipe's parameters"
+            )
+        new[parameter] = _like(parameter, made.detach())
     if missing:
         raise ValueError(f"load has no values for the parameters {missing}")
     for prefix, module in model.named_modules():
@@ -154,10 +154,8 @@ def materialise(
                         f"the buffer {path!r} is on the meta device, without a value; build the "
                         "model in pipert.distributed.empty_parameters()"
                     )
-                if value is None:
-                    module._buffers[name] = buffer.to(device)
-                else:
-                    module._buffers[name] = value.detach().to(device, buffer.dtype, copy=True)
+                made = buffer if value is None else _copy(value, buffer, path, device_of(buffer))
+                module._buffers[name] = made.to(device_of(buffer))
     return new
 
 
@@ -169,12 +167,12 @@ def _like(parameter: nn.Parameter, value: Tensor) -> nn.Parameter:
     return made
 
 
-def _fitting(value: Tensor, parameter: Tensor, name: str, device: torch.device) -> Tensor:
+def _copy(value: Tensor, like: Tensor, name: str, device: torch.device) -> Tensor:
     """Return a copy of the value, since ``load`` may return tensors of another model."""
-    if value.shape != parameter.shape:
-        shapes = f"{tuple(value.shape)}, but the parameter has {tuple(parameter.shape)}"
+    if value.shape != like.shape:
+        shapes = f"{tuple(value.shape)}, but the model's has {tuple(like.shape)}"
         raise ValueError(f"load returned a tensor of shape {shapes}: {name!r}")
-    return value.detach().to(device, parameter.dtype, copy=True)
+    return value.detach().to(device, like.dtype, copy=True)
 
 
 def own_tree(
@@ -201,22 +199,6 @@ def own_tree(
             if part._parameters or part._buffers or part._modules:
                 tree._modules[name] = part
     return tree
-
-
-def stage_modules(
-    names: dict[nn.Module, str], layers: dict[nn.Module, set[int]],
-    uses: dict[nn.Parameter, set[int]], own: list[int], training: bool, kind: Any,
-) -> dict[int, Any]:  # fmt: skip
-    """Return for each of this rank's partitions a module of its layers and other parameters."""
-    found = {}
-    for j in own:
-        called = {name: layer for layer, name in names.items() if j in layers[layer]}
-        module = sequential(called, training, kind)
-        here = set(module.parameters())
-        rest = [p for p, used in uses.items() if j in used and p not in here]
-        module._parameters.update({f"own.{k}": p for k, p in enumerate(rest)})
-        found[j] = module
-    return found
 
 
 SharedParameters = list[tuple[nn.Parameter, list[int]]]

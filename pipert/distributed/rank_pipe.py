@@ -8,8 +8,8 @@ groups. This package adapts a model to it, so that values, losses and state keys
 from __future__ import annotations
 
 import zlib
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import islice
 from typing import Any, Self
@@ -19,16 +19,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from pipert._torch import NormBase
 from pipert._typing import Device, Value
 from pipert.distributed.rank_messages import RankPlace
-from pipert.distributed.rank_parameters import SharedParameters, check_tied, norm_of_all, tie
-from pipert.distributed.rank_reports import RankSettings
-from pipert.distributed.rank_run import RankParts, RankRuntime, check_schedule, ranks_of
-from pipert.distributed.rank_stage import StageModule
+from pipert.distributed.rank_parameters import SharedParameters, norm_of_all
+from pipert.distributed.rank_run import RankParts, RankRuntime, RankSettings, Wrap
+from pipert.distributed.rank_stage import StageModule, check_schedule
 from pipert.layers.batchnorm import check_batch_norm
 from pipert.model.settings import check_checkpoint, check_chunks
-from pipert.model.split import check_balance, check_module, sequential, split
+from pipert.model.split import (
+    check_balance,
+    check_module,
+    check_shared_norms,
+    sequential,
+    split,
+)
 from pipert.observe.event import Observer
 from pipert.observe.timeline import Timeline
 from pipert.skip.declarations import keys_of, verify_skippables
@@ -38,8 +42,6 @@ from pipert.status import Statistics
 
 __all__ = ["Pipe"]
 
-Wrap = Callable[[nn.Sequential], nn.Module | None]
-
 
 class RankPipe(nn.Module):
     """A model over the ranks of a process group: what all kinds of models have in common."""
@@ -48,15 +50,6 @@ class RankPipe(nn.Module):
     _settings: RankSettings
     _elsewhere: set[str]
     """The keys of the plain module's state that other ranks have."""
-
-    def _begin(self, site: RankPlace, parts: RankParts, wrap: Wrap | None) -> None:
-        """Tie the weights that ranks share, wrap the partitions, and make the runtime."""
-        site.homes = [site.ranks[k] for k in parts.placement]
-        tied = tie(parts.shared, site)
-        with site.agreement.agreeing():
-            wrapped = {j: wrap and wrap(part) or part for j, part in parts.modules.items()}
-            check_tied(tied, parts.modules.values())
-        self._runtime = RankRuntime(site, parts, wrapped, tied)
 
     @property
     def chunks(self) -> int:
@@ -241,8 +234,7 @@ class Pipe(RankPipe):
         device: this rank's. Default: on a CUDA mesh the CUDA device numbered ``LOCAL_RANK``, or
             the current one; else ``'cpu'``.
         chunks: the number of micro-batches, at most; default 1.
-        schedule: ``'1f1b'`` (default), ``'gpipe'``, ``'interleaved'``; or one that torch alone has,
-            by its name there: ``'InterleavedZeroBubble'``, ``'ZBVZeroBubble'``.
+        schedule: ``'1f1b'`` (default), ``'gpipe'`` or ``'interleaved'``.
         checkpoint: as in :class:`pipert.Pipe`. Default: ``'never'``, but ``'except_last'`` with
             ``'gpipe'``.
         deferred_batch_norm: as in :class:`pipert.Pipe`.
@@ -277,15 +269,15 @@ class Pipe(RankPipe):
             balance = check_balance(module, balance)
             check_batch_norm(module, deferred_batch_norm, stacklevel=3)
             given = chunks, schedule, checkpoint, deferred_batch_norm
-            self._settings = check_settings(*given, len(balance), len(site.ranks))
-            parts = parts_of(module, balance, self._settings.schedule, site.ranks, site.device)
-            layouts.append((balance, self._settings, parts.layout))
+            self._settings = check_settings(*given, len(balance), site)
+            parts = parts_of(module, balance, site)
+            layouts.append((balance, self._settings, layout_of(module)))
         site.agreement.require_same("arguments and layers", layouts)
         for part in parts.modules.values():
             self._modules.update(part._modules)
         self.training = module.training
         self._elsewhere = module.state_dict().keys() - self.state_dict().keys()
-        self._begin(site, parts, wrap)
+        self._runtime = RankRuntime(site, parts, wrap)
 
     @property
     def partitions(self) -> tuple[nn.Sequential, ...]:
@@ -294,23 +286,19 @@ class Pipe(RankPipe):
 
 
 def check_settings(
-    chunks: int, schedule: str, checkpoint: str | None, deferred: bool | None, n: int, ranks: int
-) -> RankSettings:
-    """Check the settings of a pipe with ``n`` partitions, and fill in defaults."""
+    chunks: int, schedule: str, checkpoint: str | None, deferred: bool | None, n: int,
+    site: RankPlace,
+) -> RankSettings:  # fmt: skip
+    """Check the settings of a pipe, fill in defaults, and place ``n`` partitions on the ranks."""
     default = "except_last" if schedule == "gpipe" else "never"
     chosen = check_checkpoint(checkpoint) or default
     assert isinstance(chosen, str)
-    name = check_schedule(schedule, n, ranks, chosen)
+    name = check_schedule(schedule, n, len(site.ranks))
+    site.homes = [site.ranks[j % len(site.ranks)] for j in range(n)]
     return RankSettings(check_chunks(chunks), chosen, name, bool(deferred))
 
 
-def parts_of(
-    module: nn.Sequential,
-    balance: list[int],
-    schedule: str,
-    ranks: list[int],
-    device: torch.device,
-) -> RankParts:
+def parts_of(module: nn.Sequential, balance: list[int], site: RankPlace) -> RankParts:
     """Split a model, and move only this rank's partitions to its device."""
     counts = Counter(p for home in module.modules() for p in home._parameters.values())
     if any(count > 1 and p is not None and p.is_meta for p, count in counts.items()):
@@ -319,41 +307,23 @@ def parts_of(
             "would get others; build the model on CPU"
         )
     partitions = split(module, balance)
-    placement = ranks_of(schedule, len(balance), len(ranks))
     uses: dict[nn.Parameter, set[int]] = {}
     for j, partition in enumerate(partitions):
         for parameter in partition.parameters():
             uses.setdefault(parameter, set()).add(j)
-    shared = shared_of(uses, placement, ranks)
-    refuse_shared_norms([[*part.modules()] for part in partitions], placement)
-    me = ranks.index(dist.get_rank())
-    own = [(j, part) for j, part in enumerate(partitions) if placement[j] == me]
-    modules = {j: _placed(part, device) for j, part in own}
+    check_shared_norms([part.modules() for part in partitions], site.homes)
+    modules = {j: _placed(partitions[j], site.device) for j in site.own}
     numbers = {key: number for number, key in enumerate(keys_of(module))}
     skips = [{numbers[key]: key for key in keys_of(part)} for part in partitions]
-    return RankParts(None, placement, modules, skips, shared, layout_of(module))
+    return RankParts(None, modules, skips, shared_of(uses, site.homes))
 
 
 def shared_of(
-    uses: Mapping[nn.Parameter, Iterable[int]], placement: list[int], ranks: list[int]
+    uses: Mapping[nn.Parameter, Iterable[int]], homes: Sequence[int]
 ) -> SharedParameters:
     """Return the parameters whose partitions are on several ranks, from those that use each."""
-    having = [(p, sorted({ranks[placement[j]] for j in used})) for p, used in uses.items()]
+    having = [(p, sorted({homes[j] for j in used})) for p, used in uses.items()]
     return [pair for pair in having if len(pair[1]) > 1]
-
-
-def refuse_shared_norms(partitions: Sequence[Iterable[nn.Module]], placement: list[int]) -> None:
-    """Refuse running statistics that several ranks would update, each with its own calls."""
-    ranks = defaultdict[nn.Module, set[int]](set)
-    for j, modules in enumerate(partitions):
-        for module in modules:
-            if isinstance(module, NormBase) and module.track_running_stats:
-                ranks[module].add(placement[j])
-    if shared := [type(module).__name__ for module, used in ranks.items() if len(used) > 1]:
-        raise ValueError(
-            f"a {shared[0]} is in partitions of several ranks, each of which would update its "
-            "running statistics by its own calls alone; use one for each, or other cuts"
-        )
 
 
 def layout_of(module: nn.Module) -> int:

@@ -6,8 +6,9 @@ import weakref
 from collections.abc import Iterable
 from typing import Any, Self
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
@@ -15,22 +16,20 @@ from pipert._typing import Device
 from pipert.balance.by_calls import choose_cuts
 from pipert.batch.microbatch import Arguments, arguments_of, ready
 from pipert.distributed.rank_messages import RankPlace
-from pipert.distributed.rank_parameters import Load, materialise, own_tree, stage_modules
+from pipert.distributed.rank_parameters import META, Load, materialise, own_tree
 from pipert.distributed.rank_pipe import (
     RankPipe,
-    Wrap,
     check_settings,
     layout_of,
-    refuse_shared_norms,
     shared_of,
 )
-from pipert.distributed.rank_run import RankParts, ranks_of
+from pipert.distributed.rank_run import RankParts, RankRuntime, Wrap
 from pipert.distributed.rank_stage import StageModule, moved
 from pipert.distributed.replay_model import ReplayModel, cuts_of
 from pipert.layers.batchnorm import check_batch_norm
 from pipert.layers.intercepted import intercept, release
+from pipert.model.split import check_shared_norms, sequential
 from pipert.pipes.base import PipeBase
-from pipert.skip.declarations import declarations
 
 __all__ = ["ModulePipe", "pipeline"]
 
@@ -100,11 +99,8 @@ def pipeline(
             cuts = choose_cuts(model, partitions, example)
         chosen.append(cuts)
     found = where.agreement.of(first, chosen) if cuts is None else cuts
-    pipe = ModulePipe.__new__(ModulePipe)
-    nn.Module.__init__(pipe)
     given = chunks, schedule, checkpoint, deferred_batch_norm
-    pipe._make(where, model, found, example, given, load, inputs, wrap)
-    return pipe
+    return ModulePipe(where, model, found, example, given, load, inputs, wrap)
 
 
 def _check(
@@ -116,20 +112,22 @@ def _check(
         raise TypeError("model is a pipe already; make another one of the module it was made of")
     if inputs not in ("first", "everywhere"):
         raise ValueError(f"inputs must be 'first' or 'everywhere', got {inputs!r}")
-    if example is None:
-        raise TypeError(
-            "example must be given: arguments like those of a micro-batch, the same on all ranks"
-        )
     if (cuts is None) == (partitions is None):
         raise ValueError(f"give cuts or partitions, and one of them: {cuts!r} and {partitions!r}")
-    if any(unit for unit in declarations(nn.Sequential(model))):
-        raise TypeError(
-            "the model has layers that stash and pop skips, which are for an nn.Sequential; pass "
-            "the tensors in the model's own code, or make a pipert.distributed.Pipe"
-        )
     if cuts is None or isinstance(cuts, str):
         return cuts  # type: ignore[return-value]
     return list(cuts)
+
+
+def _partition(replayed: ReplayModel, j: int) -> StageModule:
+    """Return a module of the layers of partition ``j``, and of its other parameters."""
+    model, names = replayed.cuts.model, replayed.cuts.layers
+    called = {name: layer for layer, name in names.items() if j in replayed.layers[layer]}
+    module: Any = sequential(called, model.training, StageModule)
+    here = set(module.parameters())
+    rest = [p for p, used in replayed.uses.items() if j in used and p not in here]
+    module._parameters.update({f"own.{k}": p for k, p in enumerate(rest)})
+    return module  # type: ignore[no-any-return]
 
 
 class ModulePipe(RankPipe):
@@ -143,19 +141,19 @@ class ModulePipe(RankPipe):
     module: nn.Module
     """The model. On this rank, parameters of other ranks are on the meta device."""
 
-    def _make(
+    def __init__(
         self, where: RankPlace, model: nn.Module, names: Iterable[str], example: Any,
         given: tuple[int, str, str | None, bool | None],
         load: Load | None, inputs: str, wrap: Wrap | None,
     ) -> None:  # fmt: skip
-        agreement, ranks = where.agreement, where.ranks
+        super().__init__()
+        agreement = where.agreement
         with agreement.agreeing() as layouts:
             cuts = cuts_of(model, names, where.device)
             check_batch_norm(model, given[-1], stacklevel=4)
-            self._settings = check_settings(*given, cuts.n, len(ranks))
-            placement = ranks_of(self._settings.schedule, cuts.n, len(ranks))
-            self._cuts, self._layout = list(cuts.names), layout_of(model)
-            layouts.append((self._cuts, self._settings, inputs, self._layout))
+            self._settings = check_settings(*given, cuts.n, where)
+            self._cuts = cuts.names
+            layouts.append((cuts.names, self._settings, inputs, layout_of(model)))
         agreement.require_same("arguments and layers", layouts)
         with agreement.agreeing() as found:
             intercept(cuts.layers)
@@ -164,26 +162,29 @@ class ModulePipe(RankPipe):
             replayed.place(moved(Arguments(*arguments_of(example)), where.device))
             found.append([sorted(replayed.uses[p]) for p in model.parameters()])
         agreement.require_same("example", found)
-        me = ranks.index(dist.get_rank())
-        own = [j for j, home in enumerate(placement) if home == me]
+        own = where.own
         with agreement.agreeing():
             called_in = [
                 [m for layer, used in replayed.layers.items() if j in used for m in layer.modules()]
                 for j in range(cuts.n)
             ]
-            refuse_shared_norms(called_in, placement)
+            check_shared_norms(called_in, where.homes)
             here = {p for p, used in replayed.uses.items() if not used.isdisjoint(own)}
             called = {layer for layer, used in replayed.layers.items() if not used.isdisjoint(own)}
             others = {m for layer in replayed.layers.keys() - called for m in layer.modules()}
             others -= {m for layer in called for m in layer.modules()}
-            new = materialise(model, here, where.device, load)
+
+            def device_of(tensor: Tensor) -> torch.device:
+                # Buffers are everywhere, since the model's own code may use them.
+                is_elsewhere = isinstance(tensor, nn.Parameter) and tensor not in here
+                return META if is_elsewhere else where.device
+
+            new = materialise(model, device_of, load)
             replayed.uses = {new.get(p, p): used for p, used in replayed.uses.items()}
             here = {new.get(p, p) for p in here}
-        modules = stage_modules(
-            cuts.layers, replayed.layers, replayed.uses, own, model.training, StageModule
-        )
-        n, shared = cuts.n, shared_of(replayed.uses, placement, ranks)
-        parts = RankParts(replayed, placement, modules, [{}] * n, shared, self._layout)
+        modules = {j: _partition(replayed, j) for j in own}
+        shared = shared_of(replayed.uses, where.homes)
+        parts = RankParts(replayed, modules, [{}] * cuts.n, shared)
         self.__dict__["module"] = model
         tree = own_tree(model, here, called, others)
         self._parameters, self._buffers, self._modules = (
@@ -192,7 +193,7 @@ class ModulePipe(RankPipe):
         self._non_persistent_buffers_set = tree._non_persistent_buffers_set
         self._elsewhere = model.state_dict().keys() - self.state_dict().keys()
         self.training = model.training
-        self._begin(where, parts, wrap)
+        self._runtime = RankRuntime(where, parts, wrap)
         with agreement.agreeing():
             if any(isinstance(layer, FSDPModule) for layer in model.modules()):
                 raise ValueError(

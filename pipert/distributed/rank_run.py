@@ -8,44 +8,75 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import ScheduleGPipe, ScheduleLoopedBFS
-from torch.distributed.pipelining.schedules import get_schedule_class
 
 from pipert._typing import Value
 from pipert.batch.joining import gather
-from pipert.batch.tensors import differentiable
-from pipert.distributed.rank_messages import RankError, RankPlace
+from pipert.batch.microbatch import Batch, batch_of_step, ready, scatter_with_sizes
+from pipert.batch.tensors import differentiable, tensors_of
+from pipert.distributed.rank_messages import RankError, RankPlace, checksum_of, share
 from pipert.distributed.rank_parameters import (
     EarlierGradients,
     SharedParameters,
-    TiedParameter,
+    check_tied,
     sum_tied,
+    tie,
 )
-from pipert.distributed.rank_reports import RankSettings, check, prepare, share
-from pipert.distributed.rank_stage import RankBatch, RankPartition, RankStage, StageModule
+from pipert.distributed.rank_stage import RankBatch, RankStage, StageModule, make_schedule
 from pipert.distributed.replay_model import ReplayLayers, ReplayModel
-from pipert.layers.batchnorm import DeferredStats
-from pipert.layers.call import Layers
+from pipert.layers.batchnorm import DeferredStats, PartitionStats
+from pipert.layers.compiling import refuse_tracers
+from pipert.layers.modules import compute_cached
 from pipert.layers.place import Place
-from pipert.layers.random_numbers import RunSeed, draws
+from pipert.layers.random_numbers import RunSeed, next_seed
 from pipert.observe.run_trace import Trace
 from pipert.schedules.plan import plan, plan_call, recomputed
 from pipert.skip.store import Key, of_task
-from pipert.stage.loss_checks import LossChecks, StepCall
+from pipert.stage.assembly import layers_for
+from pipert.stage.loss import Loss
+from pipert.stage.loss_checks import (
+    LossChecks,
+    StepCall,
+    check_step,
+    denominator_of,
+    scale_of,
+)
 from pipert.stage.step import Step
 from pipert.stage.step_boundary import leaf_inputs
 from pipert.workers.context import CallerContext
 
-Prepared = tuple[Any, list[tuple[RankStage, RankPartition]]]
-"""torch's schedule, and the stages with what they compute."""
+
+class RankSettings(NamedTuple):
+    """The settings of a pipe for one mini-batch; the same on all ranks."""
+
+    chunks: int
+    checkpoint: str
+    schedule: str
+    deferred: bool
+
+
+class RankReport(NamedTuple):
+    """What a rank tells the others before a mini-batch."""
+
+    in_common: tuple[Any, ...]
+    """The call and the settings, which all ranks must have in common."""
+    tied: dict[int, bool]
+    """Whether each weight that this rank shares with others requires grad, by its number."""
+    replica: Sequence[int]
+    seed: int
+    """The seed of the random numbers; the first rank's is used."""
+    sizes: Sequence[int] = ()
+    """The number of rows in each micro-batch, from the first rank."""
+    target_sizes: Sequence[int] = ()
+    """Likewise of the target, if it has rows, from the last rank."""
+    checksum: int = 0
+    """Of the arguments, where all ranks of this pipeline must give the same."""
 
 
 class RankParts(NamedTuple):
@@ -53,37 +84,36 @@ class RankParts(NamedTuple):
 
     replayed: ReplayModel | None
     """What replays the model's own forward; ``None`` for an ``nn.Sequential``."""
-    placement: list[int]
-    """For each partition, the index of its rank within the pipeline."""
     modules: dict[int, StageModule]
     """This rank's partitions, by number."""
     skips: Sequence[Mapping[int, Key]]
     """For each partition, the skips that it stashes and pops, by numbers that ranks agree on."""
     shared: SharedParameters
-    layout: int
-    """A checksum of the names, shapes and dtypes of all the model's parameters."""
 
 
-SCHEDULES = 64
-"""How many of torch's schedules are kept, by the number of micro-batches."""
+Wrap = Callable[[nn.Sequential], nn.Module | None]
 
 
-@dataclass(eq=False)
 class RankRuntime:
-    """Runs mini-batches on this rank's partitions. All ranks call its methods together."""
+    """Runs mini-batches on this rank's partitions. All ranks make it and call its methods together.
 
-    site: RankPlace
-    parts: RankParts
-    wrapped: dict[int, nn.Module]
-    """The modules that torch's stages call in place of this rank's partitions."""
-    tied: Sequence[TiedParameter]
-    """The parameters that this rank shares with others."""
+    Args:
+        site: the ranks.
+        parts: the model.
+        wrap: returns what torch's stages call in place of one of this rank's partitions.
+    """
 
-    def __post_init__(self) -> None:
+    def __init__(self, site: RankPlace, parts: RankParts, wrap: Wrap | None) -> None:
+        self.site, self.parts = site, parts
+        self.tied = tie(parts.shared, site)
+        with site.agreement.agreeing():
+            self.wrapped = {j: wrap and wrap(part) or part for j, part in parts.modules.items()}
+            check_tied(self.tied, parts.modules.values())
+        self._inputs_of = "first" if parts.replayed is None else parts.replayed.inputs
         self.trace, self._checks = Trace(), LossChecks()
         layers = [layer for part in self.parts.modules.values() for layer in part.modules()]
         self._sharded = [layer for layer in layers if isinstance(layer, FSDPModule)]
-        self._schedules: dict[tuple[str, int, bool], tuple[Any, list[RankStage]]] = {}
+        self._schedules: dict[tuple[int, bool], tuple[Any, list[RankStage]]] = {}
 
     def run(
         self, call: StepCall, is_step: bool, settings: RankSettings
@@ -95,21 +125,17 @@ class RankRuntime:
             micro-batches that came ready a list with the output of each.
         """
         site, modules, replayed = self.site, self.parts.modules, self.parts.replayed
-        inputs_of = "first" if replayed is None else replayed.inputs
         with site.agreement.agreeing("a mini-batch") as reports:
-            tied = {one.number: one.parameter.requires_grad for one in self.tied}
-            report, inputs, make_loss = prepare(
-                site, modules, inputs_of, call, is_step, settings, tied, self._checks
-            )
+            report, inputs, make_loss = self._prepare(call, is_step, settings)
             reports.append(report)
         check(site, reports)
         first = site.agreement.of(site.homes[0], reports)
-        arrived = share(site, inputs) if inputs_of == "shared" else None
+        arrived = share(site, inputs) if self._inputs_of == "shared" else None
         m, n = len(first.sizes), len(site.homes)
         seed = RunSeed()
         seed.draw(first.seed)  # on all ranks, whatever fails
         planned = plan("gpipe", m, n) if is_step else plan_call(m, n, range(n))
-        earlier, stats = None, None
+        earlier, stats, stages = None, None, list[RankStage]()
         with self.trace.open(planned) as trace:
             try:
                 with site.agreement.agreeing():
@@ -133,11 +159,13 @@ class RankRuntime:
                         seed, trace, context, step, bool(self._sharded),
                     )  # fmt: skip
                     if replayed is not None:
-                        replayed.prepare(batch)
+                        batch.records = [replayed.record_of(x) for x in batch.inputs]
                     # After recordings, which write to buffers and restore them.
                     stats = DeferredStats([*modules.values()]) if settings.deferred else None
-                    prepared = self._prepared(settings.schedule, batch, stats, is_step)
-                result = self._go(prepared, batch, earlier, is_step)
+                    schedule, stages = self._scheduled(settings.schedule, m, is_step)
+                    for k, stage in enumerate(stages):
+                        self._begin(stage, batch, None if stats is None else stats.partitions[k])
+                result = self._go(schedule, stages, batch, earlier, is_step)
                 trace.outcome = "succeeded"
             except BaseException as error:
                 if isinstance(error, Exception):  # an interrupt leaves it cancelled
@@ -145,58 +173,110 @@ class RankRuntime:
                 if earlier is not None:
                     earlier.restore()
                 raise
+            finally:
+                for stage in stages:
+                    stage.end()
         if stats is not None:
             stats.commit()
         if is_step:
             _deliver(given, leaves)
         return result
 
-    def _partitions(
-        self, batch: RankBatch, stats: DeferredStats | None
-    ) -> Iterator[RankPartition]:
-        """Make the objects that compute this rank's partitions in this mini-batch."""
-        n = len(self.site.homes)
-        for k, (j, module) in enumerate(self.parts.modules.items()):
-            place = Place(j, n, batch.m, self.site.device)
-            skips = self.parts.skips[j]
-            draws_loss = place.is_last and batch.step is not None and batch.step.loss.draws
-            about = place, batch.context, bool(skips), batch.trace, batch.effects
-            seed = batch.seed if draws_loss or draws(module) else None
-            layers: Any = Layers(module, *about, seed)
-            if self.parts.replayed is not None:
-                layers = ReplayLayers(self.parts.replayed, place, layers, batch)
-            own_stats = None if stats is None else stats.partitions[k]
-            yield RankPartition(batch, place, layers, own_stats, skips)
+    def _prepare(
+        self, call: StepCall, is_step: bool, settings: RankSettings
+    ) -> tuple[RankReport, list[Value], Callable[[int, Sequence[int]], Loss] | None]:
+        """Check what this rank has for a mini-batch, and split it into micro-batches.
 
-    def _prepared(
-        self, name: str, batch: RankBatch, stats: DeferredStats | None, is_step: bool
-    ) -> Prepared:
+        Returns:
+            The report; the input of each micro-batch, where this rank's count; and on the last one
+            of a step what makes the loss, from the number of micro-batches and of rows in each.
+        """
+        refuse_tracers()
+        site, modules, inputs_of = self.site, self.parts.modules, self._inputs_of
+        compute_cached(modules.values())
+        device = site.device
+        inputs: list[Value] = []
+        sizes: Sequence[int] = ()
+        target_sizes: Sequence[int] = ()
+        kind, loss_of_sizes, checksum = "forward", None, 0
+        if 0 in modules or inputs_of == "everywhere":
+            given = call.args, call.kwargs, None, call.chunks, call.microbatches
+            batch = batch_of_step(*given, as_arguments=True)
+            inputs, sizes = batch.inputs, batch.sizes or [1] * len(batch.inputs)
+            if inputs_of == "everywhere":
+                checksum = checksum_of(inputs)
+            if inputs_of != "first":
+                inputs = _for_all(inputs, device)
+        if is_step:
+            function = check_step(call.loss_fn, call.reduction)
+            scale = scale_of(call.loss_scale, device)
+            # Reading a scale on a GPU would wait for the GPU.
+            value = "on a GPU" if isinstance(scale, Tensor) and scale.is_cuda else float(scale)
+            shown = None if call.loss_scale is None else value
+            kind = f"forward_backward with reduction={call.reduction!r} and loss_scale={shown}"
+            if len(site.homes) - 1 in modules:
+                denominator = denominator_of(call.denominator, device)
+                targets, target_sizes = _split_target(call)
+
+                def make_loss(m: int, sizes: Sequence[int]) -> Loss:
+                    each = list(targets) if target_sizes else [targets[0]] * m
+                    watch = self._checks.of_step(call, Batch(each, each, sizes))
+                    how = call.reduction, denominator, scale
+                    return Loss(function, each, sizes, *how, watch)
+
+                loss_of_sizes = make_loss
+        mode = "training" if any(m.training for m in modules.values()) else "evaluation"
+        autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
+        is_ready = "micro-batches" if call.microbatches is not None else "arguments"
+        in_common = kind, is_ready, mode, f"autocast={autocast}", *settings
+        tied = {one.number: one.parameter.requires_grad for one in self.tied}
+        told = tied, site.replica, next_seed(), sizes, target_sizes, checksum
+        return RankReport(in_common, *told), inputs, loss_of_sizes
+
+    def _scheduled(self, name: str, m: int, is_step: bool) -> tuple[Any, list[RankStage]]:
         """Return torch's schedule, which is kept for as many micro-batches, and its stages."""
-        key = name, batch.m, is_step
-        if key not in self._schedules:
-            modules = self.parts.modules
+        if (m, is_step) not in self._schedules:
+            parts = self.parts
             stages = [
-                RankStage(modules[j], wrapped, j, self.site) for j, wrapped in self.wrapped.items()
+                RankStage(parts.modules[j], wrapped, j, self.site, parts.skips[j])
+                for j, wrapped in self.wrapped.items()
             ]
             # The last partition computes the loss itself.
             loss_fn = (lambda loss, _: loss) if is_step else None
-            if len(self._schedules) == SCHEDULES:
-                self._schedules.clear()
-            self._schedules[key] = make_schedule(name, stages, batch.m, loss_fn), stages
-        schedule, stages = self._schedules[key]
-        return schedule, [*zip(stages, self._partitions(batch, stats), strict=True)]
+            self._schedules[m, is_step] = make_schedule(name, stages, m, loss_fn), stages
+        return self._schedules[m, is_step]
+
+    def _begin(self, stage: RankStage, batch: RankBatch, stats: PartitionStats | None) -> None:
+        """Begin a mini-batch in a stage, with the object that computes its layers."""
+        j, parts = stage.stage_index, self.parts
+        place = Place(j, len(self.site.homes), batch.m, self.site.device)
+        skips = bool(parts.skips[j])
+        layers: Any = layers_for(batch, parts.modules[j], place, skips, batch.step)
+        if parts.replayed is not None:
+            layers = ReplayLayers(parts.replayed, place, layers, batch)
+        stage.begin(batch, place, layers, stats)
 
     def _go(
-        self, prepared: Prepared, batch: RankBatch, earlier: EarlierGradients, is_step: bool
-    ) -> tuple[Tensor | None, Value]:
+        self, schedule: Any, stages: list[RankStage], batch: RankBatch, earlier: EarlierGradients,
+        is_step: bool,
+    ) -> tuple[Tensor | None, Value]:  # fmt: skip
         """Run torch's schedule, and accumulate gradients if all ranks succeeded.
 
         Returns:
             The loss of a step, and the outputs.
         """
         agreement, home_of_loss = self.site.agreement, self.site.homes[-1]
-        self._run_schedule(prepared, batch)
-        loss, outputs = self._result(prepared, batch)
+        numbers = {} if batch.step is None else {"target": torch.arange(batch.m)}
+        try:
+            with agreement.talking():
+                schedule.step(**numbers, return_outputs=False)
+                for work in filter(None, batch.sent):
+                    work.wait()
+        except RankError:
+            if batch.failure is None:
+                raise
+            raise batch.take_failure()[0] from None  # type: ignore[misc]
+        loss, outputs = self._result(stages, batch)
         ended = agreement.agree((batch.seed.used, loss.dtype), *batch.take_failure())
         if any(used for used, _ in ended):
             batch.seed.used = True
@@ -213,31 +293,13 @@ class RankRuntime:
         earlier.add()
         return loss, outputs
 
-    def _run_schedule(self, prepared: Prepared, batch: RankBatch) -> None:
-        schedule, stages = prepared
-        numbers = {} if batch.step is None else {"target": torch.arange(batch.m)}
-        for stage, partition in stages:
-            stage.begin(partition)
-        try:
-            with self.site.agreement.talking(batch.at):
-                schedule.step(**numbers, return_outputs=False)
-                for work in filter(None, batch.sent):
-                    work.wait()
-        except RankError:
-            if batch.failure is None:
-                raise
-            raise batch.take_failure()[0] from None  # type: ignore[misc]
-        finally:
-            for stage, _ in stages:
-                stage.end()
-
-    def _result(self, prepared: Prepared, batch: RankBatch) -> tuple[Tensor, Value]:
+    def _result(self, stages: list[RankStage], batch: RankBatch) -> tuple[Tensor, Value]:
         """Return the loss and the outputs; on all ranks but the last, placeholders."""
         loss, outputs = torch.ones((), device=self.site.device), None
         try:
             if not batch.is_failed:
                 batch.effects.check()
-                for stats in filter(None, [partition.stats for _, partition in prepared[1]]):
+                for stats in filter(None, [stage.stats for stage in stages]):
                     stats.refuse_other_updates()
                 if batch.step is not None:
                     batch.step.check()
@@ -259,56 +321,58 @@ def _deliver(given: Sequence[Value], leaves: Sequence[Value]) -> None:
         torch.autograd.backward([x for x, _ in arrived], [dx for _, dx in arrived])
 
 
-_SINGLE = ("gpipe", "1f1b")  # with one partition on each rank
-_V_SHAPED = "zbvzerobubble"  # with two
-_SPLITTING = ("interleavedzerobubble", _V_SHAPED)
-NAMES = ("gpipe", "1f1b", "interleaved", "InterleavedZeroBubble", "ZBVZeroBubble")
+def _split_target(call: StepCall) -> tuple[Sequence[Value], Sequence[int]]:
+    """Return the target of each micro-batch, and its rows; of none if one target is for all."""
+    if call.microbatches is None or call.target is None:
+        targets, sizes = scatter_with_sizes((call.target,), {}, call.chunks)
+        return targets, sizes if any(x.dim() for x in tensors_of(call.target)[0]) else ()
+    targets = list(ready(call.target, "target"))
+    return targets, [1] * len(targets)
 
 
-def check_schedule(schedule: Any, n: int, ranks: int, checkpoint: str) -> str:
-    """Check that a schedule fits ``n`` partitions on that many ranks; return its name."""
-    if not isinstance(schedule, str):
-        raise TypeError(
-            f"schedule must be one of {list(NAMES)}, got {schedule!r}: torch's runtime takes no "
-            "plan of yours by a public name; a pipert.Pipe does"
-        )
-    name = schedule.lower()
-    if name not in map(str.lower, NAMES):
-        raise ValueError(f"schedule must be one of {list(NAMES)}, got {schedule!r}")
-    needed, fits = "a multiple of the ranks", n % ranks == 0
-    if name in _SINGLE:
-        needed, fits = "one partition on each rank", n == ranks
-    if name == _V_SHAPED:
-        needed, fits = "two partitions on each rank", n == 2 * ranks
-    if not fits:
+def _for_all(inputs: list[Value], device: torch.device) -> list[Value]:
+    """Return the inputs of the micro-batches on a device, for all ranks.
+
+    Raises:
+        ValueError: an argument requires grad.
+    """
+    tensors, rebuild = tensors_of(inputs)
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         raise ValueError(
-            f"schedule {schedule!r} needs {needed}, but there are {n} partitions for {ranks} "
-            "ranks; 'interleaved' takes any multiple"
+            "an argument requires grad, but all ranks use the arguments of any model, and no "
+            "rank would have its whole gradient; compute it in the model, or pass its detach()"
         )
-    if name in _SPLITTING and checkpoint != "never":
+    found: list[Value] = rebuild(tuple([tensor.detach().to(device) for tensor in tensors]))
+    return found
+
+
+def check(site: RankPlace, reports: Sequence[RankReport]) -> None:
+    """Raise on all ranks if their reports do not fit together."""
+    site.agreement.require_same("call and settings", [one.in_common for one in reports])
+    tied: dict[int, bool] = {}
+    if any(tied.setdefault(*pair) != pair[1] for one in reports for pair in one.tied.items()):
         raise ValueError(
-            f"schedule {schedule!r} puts gradients of weights off, which a backward that recomputes"
-            f" cannot; use checkpoint='never', or another schedule (checkpoint is {checkpoint!r})"
+            "a weight that several ranks share must require grad on all of them or on none; "
+            "call requires_grad_() of it on each"
         )
-    return "1f1b" if name == "interleaved" and n == ranks else name
-
-
-def ranks_of(name: str, n: int, ranks: int) -> list[int]:
-    """Return for each partition the index of its rank within the pipeline."""
-    if name == _V_SHAPED:
-        return [*range(ranks), *reversed(range(ranks))]
-    return [j % ranks for j in range(n)]
-
-
-def make_schedule(
-    name: str, stages: list[RankStage], m: int, loss_fn: Callable[..., Any] | None
-) -> Any:
-    """Make torch's schedule for ``m`` micro-batches; forward only without a ``loss_fn``."""
-    made: Any = get_schedule_class("Interleaved1F1B" if name == "interleaved" else name)
-    if name in _SINGLE:
-        if loss_fn is None or m < stages[0].num_stages:
-            made = ScheduleGPipe  # with so few micro-batches 1F1B is the same
-        return made(stages[0], m, loss_fn=loss_fn, scale_grads=False)
-    if loss_fn is None and name != _V_SHAPED:
-        made = ScheduleLoopedBFS
-    return made(stages, m, loss_fn=loss_fn, scale_grads=False)
+    inputs: dict[Any, int] = {}
+    if any(inputs.setdefault((*one.replica,), one.checksum) != one.checksum for one in reports):
+        raise ValueError(
+            "with inputs='everywhere' all ranks must give the same arguments, but they differ "
+            "between ranks; seed what loads and shuffles them alike, or take inputs='first'"
+        )
+    rows = {(*one.replica,): one.sizes for one in reports if one.sizes}
+    counts = list(map(len, rows.values()))
+    if len(set(counts)) > 1:
+        raise ValueError(
+            "replicas must have as many micro-batches, but have "
+            f"{' and '.join(map(str, counts))}; give each as many rows as the pipe has chunks, "
+            "or leave the last batch out"
+        )
+    for one in reports:
+        given, target = rows[*one.replica], one.target_sizes
+        if target and target != given:
+            raise ValueError(
+                "arguments and target must have the same number of rows, but the arguments on "
+                f"the first rank have {sum(given)} and the target on the last has {sum(target)}"
+            )

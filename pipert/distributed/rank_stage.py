@@ -2,7 +2,7 @@
 
 torch's stage exchanges tensors of one shape, which it finds out beforehand. This one sends shapes
 along (``rank_messages``) and keeps no buffers. Of torch's it uses how wrappers such as DDP are
-called. Which gradients a split backward puts off is up to ``autograd.weight_gradients``.
+called.
 
 After a failure the schedule goes on without calling layers, so that no rank waits for a message
 that never comes. When all ranks have finished the schedule, all raise.
@@ -18,14 +18,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleLoopedBFS,
+)
 
-from pipert._torch import hooks_on_grad
 from pipert._typing import Tensors, Value
-from pipert.autograd.leaves import find_leaves
-from pipert.autograd.order import ENTRANCE, edge_of, join
+from pipert.autograd.order import ENTRANCE, join
 from pipert.autograd.streams import CopyStreams
-from pipert.autograd.weight_gradients import DeferredGradients, compute_deferred, defer_weights
 from pipert.batch.tensors import differentiable, tensors_of
 from pipert.distributed.rank_messages import FAILED, Arrived, Parcel, RankPlace, pack, transfers
 from pipert.layers.batchnorm import PartitionStats
@@ -91,12 +94,6 @@ class RankBatch:
     """For each micro-batch of any model, its :class:`.Record`, or ``None`` if there is none."""
     is_failed: bool = False
     """Whether this rank has failed, or one before it."""
-    last: Action | None = None
-    """The action that began last."""
-
-    def at(self) -> str:
-        """Say where this rank is, for an error."""
-        return "before its first action" if self.last is None else f"at {self.last}"
 
     def fail(self, error: BaseException, action: Action | None) -> None:
         """Note an error, unless an earlier one was noted."""
@@ -106,44 +103,6 @@ class RankBatch:
         """Return the failure and forget it, so that no reference cycle keeps its frames alive."""
         failure, self.failure = self.failure, None
         return failure or ()
-
-
-@dataclass(eq=False)
-class RankPartition:
-    """One partition in one mini-batch, as ``stage.actions.compute`` takes it."""
-
-    batch: RankBatch
-    place: Place
-    layers: Any
-    stats: PartitionStats | None
-    keys: Mapping[int, Key]  # of the skips that it stashes and pops
-    shared: list[Shared] = field(default_factory=list)
-
-    @property
-    def loss(self) -> Callable[[int, Value], Tensor] | None:
-        """Computes the loss, in the last partition; in an evaluation a zero."""
-        return self._finish if self.place.is_last else None
-
-    def _finish(self, i: int, y: Value) -> Tensor:
-        batch, place = self.batch, self.place
-        if batch.step is None:
-            batch.outputs[i] = detached(y)
-            return torch.zeros((), device=place.device)
-        target = moved(batch.step.loss.targets[i], place.device)
-        return batch.step.compute_loss(i, place, batch.seed, y, target).reshape(())
-
-    def compute(self, i: int, x: Value, shared: Sequence[Shared]) -> Value:
-        """Compute a micro-batch from what has arrived, or is its input; return what leaves."""
-        passing: dict[Any, Any] = x.skips if isinstance(x, Carried) else {}
-        x = x.value if isinstance(x, Carried) else x
-        self.shared = [s for k, s in zip((*passing, None), shared) if k is None or k in self.keys]
-        skips = {self.keys[k]: passing.pop(k) for k in [*passing] if k in self.keys}
-        segments = self.layers.segments(i) if i < self.batch.recomputed else None
-        y = compute(self, i, segments, Carried(x, skips) if self.keys else x)
-        if isinstance(y, Carried):
-            y, left = y
-            passing.update({k: left[key] for k, key in self.keys.items() if key in left})
-        return Carried(y, passing) if passing else y
 
 
 @dataclass(slots=True, eq=False)
@@ -167,19 +126,27 @@ class RankMicroBatch:
     """The gradients of ``ys``."""
     dxs: Sequence[Tensor] = ()
     """The gradients to send back."""
-    deferred: list[DeferredGradients] = field(default_factory=list)
-    """The gradients of weights that the second half of a split backward computes."""
-
-    def take_tensors(self) -> Sequence[Tensor]:
-        """Return what is to be sent, and drop it."""
-        tensors, self.tensors = self.tensors, ()
-        return tensors
 
 
 class RankStage(PipelineStage):
-    """Partition ``j`` as torch's schedules see it: they call ``wrapped``, maybe its ``module``."""
+    """Partition ``j`` as torch's schedules see it, and as ``stage.actions.compute`` takes it.
 
-    def __init__(self, module: StageModule, wrapped: nn.Module, j: int, site: RankPlace) -> None:
+    Args:
+        module: its layers.
+        wrapped: what torch calls; maybe the module itself.
+        j, site: where it is.
+        keys: the skips that it stashes and pops, by numbers that ranks agree on.
+    """
+
+    _batch: RankBatch
+    layers: Any
+    stats: PartitionStats | None
+    place: Place
+
+    def __init__(
+        self, module: StageModule, wrapped: nn.Module, j: int, site: RankPlace,
+        keys: Mapping[int, Key],
+    ) -> None:  # fmt: skip
         # Without shapes torch would run the module to find them. Nobody uses these.
         shape = torch.empty(1, device="meta")
         xs = () if j == 0 else shape
@@ -187,36 +154,32 @@ class RankStage(PipelineStage):
         self._agreement, self._group = site.agreement, site.group
         self._module, self._is_wrapped = module, wrapped is not module  # which sees each backward
         self._before, _, self._after, *_ = (-1, *site.homes, -1)[j:]  # the neighbours' ranks
-
-    def begin(self, partition: RankPartition) -> None:
-        """Begin a mini-batch; :meth:`end` must follow."""
-        self._partition, self._batch = partition, partition.batch
+        self._keys = keys
         self._kept: dict[int, RankMicroBatch] = defaultdict(RankMicroBatch)
-        self._backwards = 0
+        self.shared: list[Shared] = []
+
+    def begin(
+        self, batch: RankBatch, place: Place, layers: Any, stats: PartitionStats | None
+    ) -> None:
+        """Begin a mini-batch; :meth:`end` must follow."""
+        self._batch, self.place, self.layers, self.stats = batch, place, layers, stats
         self._pack: Callable[[Tensors], Parcel] | None = None
         self._module.forward_micro_batch = self._forward
 
     def end(self) -> None:
         """Drop all that is kept of the mini-batch."""
         self._module.forward_micro_batch = None
-        del self._partition, self._batch, self._kept
-
-    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        # Of torch 2.11: there a rank at the turn of a V would send to itself.
-        ops = super()._get_init_p2p_neighbors_ops()
-        return [op for op in ops if op.peer != dist.get_rank()]
+        self._batch = self.layers = self.stats = None  # type: ignore[assignment]
+        self._kept.clear()
 
     def get_fwd_recv_ops(self, i: int) -> list[dist.P2POp]:
         if self.is_first:
             return []
-        self.set_local_fwd_input(Parcel(self._agreement.receive(self._before), ()), i)
-        arrived = self._kept[i].arrived
-        tensors = () if arrived is None else arrived.tensors
-        return transfers(dist.irecv, tensors, self._before, self._group)
-
-    def set_local_fwd_input(self, parcel: Parcel, i: int) -> None:
-        if parcel.header != FAILED:
-            self._kept[i].arrived = Arrived(parcel.header, self.device, parcel.tensors)
+        header = self._agreement.receive(self._before)
+        if header == FAILED:
+            return []
+        self._kept[i].arrived = arrived = Arrived(header, self.device)
+        return transfers(dist.irecv, arrived.tensors, self._before, self._group)
 
     def forward_one_chunk(self, i: int, *_: Any, **__: Any) -> Any:  # type: ignore[override]
         kept, batch, self._i = self._kept[i], self._batch, i
@@ -236,8 +199,6 @@ class RankStage(PipelineStage):
             kept.arrived, kept.xs, kept.ys = None, (), ()
         if self.is_last:
             return ys[0]
-        if self._after == dist.get_rank():
-            return Parcel(kept.header, kept.take_tensors())
         batch.sent += self._agreement.send(kept.header, self._after)
         return None
 
@@ -253,15 +214,37 @@ class RankStage(PipelineStage):
         return (self._zero(tensors),) if ys is None else ys
 
     def _compute(self, i: int, tensors: Tensors) -> Tensors:
-        arrived = self._kept[i].arrived
+        arrived, keys, shared = self._kept[i].arrived, self._keys, list[Shared]()
         if arrived is None:
-            y = self._partition.compute(i, moved(self._batch.inputs[i], self.device), [])
+            x = moved(self._batch.inputs[i], self.device)
         else:
-            y = self._partition.compute(i, _entered(arrived.rebuild(tensors)), arrived.shared)
-        ys, rebuild = tensors_of(y)
+            x, shared = _entered(arrived.rebuild(tensors)), arrived.shared
+        passing: Any  # skips, by numbers
+        x, passing = x if isinstance(x, Carried) else Carried(x, {})
+        self.shared = [s for k, s in zip((*passing, None), shared) if k is None or k in keys]
+        skips = {keys[k]: passing.pop(k) for k in [*passing] if k in keys}
+        segments = self.layers.segments(i) if i < self._batch.recomputed else None
+        y = compute(self, i, segments, Carried(x, skips) if keys else x)
+        if isinstance(y, Carried):
+            y, left = y
+            passing.update({k: left[key] for k, key in keys.items() if key in left})
+        ys, rebuild = tensors_of(Carried(y, passing) if passing else y)
         if not self.is_last:
             self._pack = lambda ys: pack(rebuild(ys))
         return ys
+
+    @property
+    def loss(self) -> Callable[[int, Value], Tensor] | None:
+        """Computes the loss, in the last partition; in an evaluation a zero."""
+        return self._finish if self.is_last else None
+
+    def _finish(self, i: int, y: Value) -> Tensor:
+        step = self._batch.step
+        if step is None:
+            self._batch.outputs[i] = detached(y)
+            return torch.zeros((), device=self.device)
+        target = moved(step.loss.targets[i], self.device)
+        return step.compute_loss(i, self.place, self._batch.seed, y, target).reshape(())
 
     def _zero(self, tensors: Tensors) -> Tensor:
         """Return a zero computed from all tensors for which a gradient is expected."""
@@ -276,7 +259,7 @@ class RankStage(PipelineStage):
 
         It ``raises`` where replicas would wait for a collective that this rank leaves out.
         """
-        self._batch.last = action = Action(kind, i, self.stage_index)
+        action = Action(kind, i, self.stage_index)
         try:
             with microbatch(i), self._batch.trace.task(action, self.device):
                 return function(*args)
@@ -290,13 +273,14 @@ class RankStage(PipelineStage):
         # The type comes first, since str() of other errors may fail.
         if type(error) is RuntimeError and error.__cause__ and _TORCHS_ERROR in str(error):
             error = error.__cause__
-        self._partition.place.note(error, action)
+        self.place.note(error, action)
         if self._batch.failure is None:
             self._batch.trace.failed(action, self.device, error)
         self._batch.fail(error, action)
 
     def get_fwd_send_ops(self, i: int) -> list[dist.P2POp]:
-        tensors = self._kept[i].take_tensors()
+        kept = self._kept[i]
+        tensors, kept.tensors = kept.tensors, ()
         return transfers(dist.isend, tensors, self._after, self._group)
 
     def get_bwd_recv_ops(self, i: int) -> list[dist.P2POp]:
@@ -305,16 +289,12 @@ class RankStage(PipelineStage):
             kept.dys = [torch.empty_like(y.detach()) for y in kept.ys]
         return transfers(dist.irecv, kept.dys, self._after, self._group)
 
-    def set_local_bwd_input(self, dys: Any, i: int) -> None:
-        self._kept[i].dys = dys
-
     def backward_one_chunk(
         self, i: int, loss: Tensor | None = None, full_backward: bool = True,
         last_backward: bool = False,
     ) -> None:  # fmt: skip
         if not self.has_backward:
             return
-        self._backwards += 1
         batch, kept = self._batch, self._kept[i]
         dxs: list[Tensor | None] = [None] * len(kept.xs)
 
@@ -324,39 +304,19 @@ class RankStage(PipelineStage):
                 ends, dys = (loss,), [batch.step.loss.gradient_of(i, loss.detach())]
             elif kept.header == FAILED:
                 ends, dys = (self._zero(ends),), [None]
-            # A wrapper would not see the second half of a split one.
-            if full_backward or self._is_wrapped or batch.is_sharded:
-                # torch also counts second halves, which there are none of.
-                is_last = last_backward or self._backwards == batch.m
-                given = {"stage_output": ends, "output_grads": dys, "input_values": kept.xs}
-                dxs[:], _ = self.backward_maybe_with_nosync("full", given, is_last)
-            else:
-                dxs[:] = _differentiate_inputs(ends, dys, kept)
+            given = {"stage_output": ends, "output_grads": dys, "input_values": kept.xs}
+            dxs[:], _ = self.backward_maybe_with_nosync("full", given, last_backward)
 
-        self._backward(i, go_back)
+        if self._is_wrapped or not batch.is_failed:
+            self._carry_out(BACKWARD, i, self._is_wrapped or batch.is_sharded, go_back)
         kept.ys = kept.xs = kept.dys = ()
         if kept.arrived is not None:
             kept.dxs, kept.arrived = kept.arrived.gradients(dxs), None
 
-    def _backward(self, i: int, go_back: Callable[[], None]) -> None:
-        """Compute ``B`` of a micro-batch by ``go_back()``, unless anything has failed."""
-        batch = self._batch
-        if self._is_wrapped or not batch.is_failed:
-            raises = self._is_wrapped or batch.is_sharded
-            self._carry_out(BACKWARD, i, raises, go_back)
-
-    def backward_weight_one_chunk(self, i: int, last_backward: bool = False) -> None:
-        later = self._kept[i].deferred
-        if later:  # else the first half failed, or did both
-            self._backward(i, lambda: _accumulate(*compute_deferred(later)))
-
     def get_bwd_send_ops(self, i: int) -> list[dist.P2POp]:
-        return transfers(dist.isend, self.get_local_bwd_output(i), self._before, self._group)
-
-    def get_local_bwd_output(self, i: int) -> Sequence[Tensor]:
         kept = self._kept[i]
         dxs, kept.dxs = kept.dxs, ()
-        return dxs
+        return transfers(dist.isend, dxs, self._before, self._group)
 
 
 # torch wraps each error of a backward in one that prints all of its inputs, which may be long.
@@ -375,22 +335,29 @@ def _entered(x: Value) -> Value:
     return rebuild(join(ENTRANCE, *xs)) if xs else x
 
 
-def _differentiate_inputs(
-    ys: Tensors, dys: Sequence[Tensor | None], kept: RankMicroBatch
-) -> Sequence[Tensor | None]:
-    """Return the gradients of what came in; add those of weights that cannot be put off."""
-    pairs = [(y, dy) for y, dy in zip(ys, dys, strict=True) if y.requires_grad and dy is not None]
-    edges = [edge_of(y) for y, _ in pairs]
-    reachable = find_leaves([edge.node for edge in edges], [*kept.xs, ENTRANCE])
-    given = [dy for _, dy in pairs]
-    found, leaves = defer_weights(edges, kept.xs, given, reachable, kept.deferred)
-    _accumulate(leaves, found[len(kept.xs) :])
-    return found[: len(kept.xs)]
+SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
 
 
-def _accumulate(leaves: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
-    for leaf, dx in zip(leaves, gradients, strict=True):
-        if dx is not None:  # it may share memory with others
-            leaf.grad = dx.clone() if leaf.grad is None else leaf.grad + dx
-            for hook in (hooks_on_grad(leaf) or {}).values():
-                hook(leaf)
+def check_schedule(schedule: Any, n: int, ranks: int) -> str:
+    """Check that a schedule fits ``n`` partitions on that many ranks; return its name."""
+    if schedule not in [*SCHEDULES]:
+        raise ValueError(f"schedule must be one of {[*SCHEDULES]}, got {schedule!r}")
+    if n != ranks and (schedule != "interleaved" or n % ranks or ranks == 1):
+        raise ValueError(
+            f"schedule {schedule!r} needs one partition on each rank, or with 'interleaved' and "
+            f"several ranks a multiple of them; but there are {n} partitions for {ranks} ranks"
+        )
+    return "1f1b" if n == ranks and schedule == "interleaved" else schedule
+
+
+def make_schedule(
+    name: str, stages: list[RankStage], m: int, loss_fn: Callable[..., Any] | None
+) -> Any:
+    """Make torch's schedule for ``m`` micro-batches; forward only without a ``loss_fn``."""
+    made: Any = SCHEDULES[name]
+    if name == "interleaved":
+        made = ScheduleLoopedBFS if loss_fn is None else made
+        return made(stages, m, loss_fn=loss_fn, scale_grads=False)
+    if loss_fn is None or m < stages[0].num_stages:
+        made = ScheduleGPipe  # with so few micro-batches 1F1B is the same
+    return made(stages[0], m, loss_fn=loss_fn, scale_grads=False)

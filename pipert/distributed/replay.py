@@ -22,9 +22,9 @@ a later partition    not reached: at its cut the forward is broken off by :class
    named tensor among its arguments. A tensor's *name* is ``(n, k)``: the ``k``-th result of the
    ``n``-th event, unless an argument was returned. As all ranks run the same code, they count the
    same events, and the header tells their results. What depends on inputs alone is no event.
-3. A *recording* (``recording``) is such a run for no partition: layers run on meta tensors, so it
-   takes neither weights nor messages. It finds which names cross which cut, and which partitions
-   use which parameters (``replay_model``).
+3. A *recording* (``replay_model``) is such a run for no partition: layers run on meta tensors, so
+   it takes neither weights nor messages. It finds which names cross which cut, and which partitions
+   use which parameters.
 4. The *path* to a cut is a checksum of the events before it, and of which have returned arguments.
    Where it is another than when it was recorded, as in a record of other lengths or dtypes, all
    tensors that are alive cross.
@@ -37,7 +37,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +46,7 @@ from torch.overrides import TorchFunctionMode
 from pipert._torch import function_modes, has_hooks, plain_call, storage_of
 from pipert._typing import Tensors
 from pipert.any_model.intercept import _METADATA
+from pipert.autograd.hooks import checkpoint_around
 from pipert.batch.microbatch import Arguments
 from pipert.batch.tensors import describe, map_tensors, tensors_of, version
 from pipert.batch.trees import flatten
@@ -61,7 +62,6 @@ from pipert.distributed.placeholders import (
     ReplayError,
     forward_replaced,
     refuse_hidden,
-    refuse_unrepeatable,
 )
 from pipert.layers.intercepted import current_thread
 
@@ -126,10 +126,7 @@ class Events(TorchFunctionMode):
         finally:
             current_thread.interceptor = before
         if not self.is_at_end:
-            raise ReplayError(
-                f"the cut {self._cuts.names[self._at]!r} was not called after partition {self._at} "
-                "had begun; name modules that each forward calls, in that order"
-            )
+            self._refuse_cut()
         self._use(tensors_of(y)[0])
         refuse_hidden("the model", y, self._is_elsewhere)
         return y
@@ -193,7 +190,11 @@ class Events(TorchFunctionMode):
             if begins > self._at:
                 self._go_on_to(begins)
             self._event += 1
-            refuse_unrepeatable()
+            if torch.is_grad_enabled() and checkpoint_around() is not None:
+                raise ReplayError(
+                    "the model's own code calls a layer inside of torch.utils.checkpoint (in place "
+                    f"of checkpoint= of the pipe), whose recomputation needs values, {LACKS}"
+                )
             self._use(tensors_of((args, kwargs))[0])
         self._is_in_layer = True
         try:
@@ -212,12 +213,15 @@ class Events(TorchFunctionMode):
     def _go_on_to(self, begins: int) -> None:
         """Begin the next partition."""
         if begins > self._at + 1:
-            raise ReplayError(
-                f"the cut {self._cuts.names[begins - 1]!r} was called before "
-                f"{self._cuts.names[self._at]!r}; give cuts in the order of their calls"
-            )
+            self._refuse_cut()
         self.paths.append(self._path)
         self._at = begins
+
+    def _refuse_cut(self) -> NoReturn:
+        raise ReplayError(
+            f"the cut {self._cuts.names[self._at]!r} was not called next after partition "
+            f"{self._at} had begun; name modules that each forward calls, in that order"
+        )
 
     def _tell(self, name: str, given: Tensors, y: Any, written: Sequence[int] = ()) -> None:
         """Name the results of the event."""

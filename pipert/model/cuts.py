@@ -21,13 +21,14 @@ from torch import nn
 
 from pipert.layers.compiling import is_compiled_itself
 from pipert.layers.modules import modules_of
+from pipert.skip.declarations import declarations
 
 
 def check_cuts(model: nn.Module, names: Any) -> tuple[str, ...]:
     """Return the names of the modules at which a model is cut; partition 0 has none.
 
     Raises:
-        TypeError: ``names`` are not names, as in ``model.named_modules()``.
+        TypeError: ``names`` are not names, as in ``model.named_modules()``; or layers stash skips.
         ValueError: a name belongs to no module or is given twice, or no partition can begin there.
     """
     known = dict(model.named_modules())
@@ -62,6 +63,11 @@ def check_cuts(model: nn.Module, names: Any) -> tuple[str, ...]:
             found.append(f"the cut {name!r} ({kind}) is never called; name a module inside it")
     if found := found or _unseen(model, {known[name]: name for name in given}):
         raise ValueError("; ".join(found))
+    if any(declarations(nn.Sequential(model))):
+        raise TypeError(
+            "the model has layers that stash and pop skips, which are for an nn.Sequential; pass "
+            "the tensors in the model's own code, or make a Pipe"
+        )
     return given
 
 

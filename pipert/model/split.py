@@ -130,7 +130,7 @@ def place(
                     "give it memory with module.to_empty(device='cpu'), and load its values"
                 )
     buffers = _shared_buffers(partitions, devices, not copies_buffers)
-    _check_shared_norms(partitions)
+    check_shared_norms([partition.modules() for partition in partitions], range(len(devices)))
     weights = weights_elsewhere(partitions, devices)
     for partition, staying in zip(partitions, weights, strict=True):
         check_copied(partition, staying)
@@ -165,16 +165,18 @@ def _move_all_but(weights: Sequence[Tensor], module: nn.Module, device: torch.de
     module._apply(move)  # type: ignore[no-untyped-call]
 
 
-def _check_shared_norms(partitions: Sequence[nn.Sequential]) -> None:
-    homes: dict[nn.Module, int] = {}
-    for j, partition in enumerate(partitions):
-        for name, module in partition.named_modules():
+def check_shared_norms(partitions: Sequence[Iterable[nn.Module]], homes: Sequence[int]) -> None:
+    """Refuse running statistics that partitions with different ``homes`` would update."""
+    first: dict[nn.Module, int] = {}
+    for j, modules in enumerate(partitions):
+        for module in modules:
             statistics = isinstance(module, NormBase) and module.track_running_stats
-            if statistics and homes.setdefault(module, j) != j:
+            if statistics and homes[first.setdefault(module, j)] != homes[j]:
                 raise ValueError(
-                    f"the normalisation layer {name!r} is used in partitions {homes[module]} and "
-                    f"{j}, which would update its running statistics in no fixed order; choose a "
-                    "balance that puts its uses in one partition, or copy it"
+                    f"the normalisation layer {module} is used in partitions {first[module]} and "
+                    f"{j}, which would update its running statistics in no fixed order, or each by "
+                    "its own calls alone; choose a balance, or cuts, that put its uses in one "
+                    "partition, or copy it"
                 )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
+from typing import Any
 
 from torch import nn
 
@@ -91,7 +92,7 @@ def assemble(
     stages = []
     for j, (partition, place) in enumerate(zip(model.partitions, places, strict=True)):
         skips = model.skips[j]
-        layers = _layers(run, partition, place, bool(skips), step)
+        layers = layers_for(run, partition, place, bool(skips), step)
         links = {FORWARD: (values[j], values[j + 1])}
         if step is not None:
             links[BACKWARD] = gradients[j + 1], gradients[j]
@@ -106,9 +107,10 @@ def assemble(
     return stages
 
 
-def _layers(
-    run: Run, partition: nn.Sequential, place: Place, has_skips: bool, step: Step | None
+def layers_for(
+    run: Any, partition: nn.Sequential, place: Place, has_skips: bool, step: Step | None
 ) -> Layers:
+    """Make what computes a partition in a :class:`Run`, or in a mini-batch over ranks."""
     draws_loss = step is not None and place.is_last and step.loss.draws
     seed = run.seed if draws_loss or draws(partition) else None
     return Layers(partition, place, run.context, has_skips, run.trace, run.effects, seed)

@@ -113,14 +113,11 @@ def check(found: list[Any], rows: list[tuple[int, int]]) -> None:
     assert seen == set(named)
 
 
-SPLIT = {"schedule": "InterleavedZeroBubble", "balance": [1, 2, 1, 2], "checkpoint": "never"}
-
-
 @pytest.mark.parametrize(
     "settings",
     [
         in_sweep({"schedule": "1f1b"}), in_sweep({"schedule": "gpipe"}), {"checkpoint": "always"},
-        in_sweep({"schedule": "interleaved", "balance": [1, 2, 1, 2]}), SPLIT,
+        in_sweep({"schedule": "interleaved", "balance": [1, 2, 1, 2]}),
     ],
     ids=lambda settings: ",".join(map(str, settings.values())),
 )  # fmt: skip
@@ -137,8 +134,7 @@ def test_gradients_may_be_views_of_a_bucket() -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        in_sweep({}),
-        in_sweep({"checkpoint": "always"}), in_sweep(SPLIT),
+        in_sweep({}), in_sweep({"checkpoint": "always"}),
         {"schedule": "interleaved", "balance": [1, 2, 1, 2]},
     ],
     ids=lambda settings: ",".join(map(str, settings.values())),

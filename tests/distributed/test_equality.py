@@ -1,4 +1,4 @@
-"""Tests that values, losses and gradients over several ranks are the plain module's."""
+"""Tests that outputs, losses, gradients and keys over several ranks are the plain model's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipert import distributed
-from tests.distributed.launcher import run
+from tests.distributed.launcher import in_sweep, run
+from tests.distributed.own_models import MODELS, build
 
 
 def layers() -> nn.Sequential:
@@ -28,68 +29,95 @@ def batch(rows: int) -> tuple[Tensor, Tensor]:
     return torch.randn(rows, 8, generator=generator), torch.randn(rows, 4, generator=generator)
 
 
+BALANCES = {1: [6], 2: [3, 3], 4: [2, 2, 1, 1]}
+
+
+def given(name: str, rows: int, rank: int = 0) -> tuple[Any, dict[str, Any]]:
+    """Returns positional arguments and others of a mini-batch, for any model on the first rank."""
+    if name == "chain":
+        return batch(rows)[:1], {}
+    return (), MODELS[name][1](rows) if rank == 0 else {}
+
+
+def loss_of(name: str, rows: int) -> dict[str, Any]:
+    if name == "chain":
+        return {"loss_fn": F.mse_loss, "target": batch(rows)[1]}
+    return {"loss_fn": MODELS[name][3]}
+
+
 def step(
-    rank: int, balance: list[int], schedule: str, checkpoint: str, rows: list[int]
-) -> tuple[list[Tensor], dict[str, Tensor | None], Tensor | None]:
+    rank: int, name: str, n: int, schedule: str, checkpoint: str, rows: list[int]
+) -> tuple[list[Tensor], dict[str, Tensor | None], Any]:
     """A loss for each mini-batch of so many rows, the gradients, and the outputs of the last."""
-    pipe = distributed.Pipe(
-        layers(), balance, chunks=4, schedule=schedule, checkpoint=checkpoint
-    )
+    settings: dict[str, Any] = dict(chunks=4, schedule=schedule, checkpoint=checkpoint)
+    pipe: Any
+    if name == "chain":
+        pipe = distributed.Pipe(layers(), BALANCES[n], **settings)
+    else:
+        _, make, cuts, _ = MODELS[name]
+        cuts = cuts if n == 4 else [cuts[1]]
+        pipe = distributed.pipeline(build(name), cuts, example=make(2), **settings)
     losses = []
     for number in rows:
-        x, y = batch(number)
-        losses.append(pipe.forward_backward(x, target=y, loss_fn=F.mse_loss))
-    gradients = {name: p.grad for name, p in pipe.named_parameters()}
-    return losses, gradients, pipe(batch(rows[-1])[0])
+        args, more = given(name, number, rank)
+        losses.append(pipe.forward_backward(*args, **more, **loss_of(name, number)))
+    gradients = {key: p.grad for key, p in pipe.named_parameters(remove_duplicate=False)}
+    assert pipe.state_dict().keys() >= gradients.keys()
+    pipe.eval()
+    args, more = given(name, rows[-1], rank)
+    return losses, gradients, pipe(*args, **more)
 
 
-def check(found: list[Any], rows: list[int]) -> None:
-    plain = layers()
+def check(name: str, found: list[Any], rows: list[int]) -> None:
+    plain = layers() if name == "chain" else build(name)
     for k, number in enumerate(rows):
-        x, y = batch(number)
-        loss = F.mse_loss(plain(x), y)
+        args, more = given(name, number)
+        how = loss_of(name, number)
+        loss = how["loss_fn"](plain(*args, **more), how.get("target"))
         torch.autograd.backward(loss)
         for losses, _, _ in found:
             torch.testing.assert_close(losses[k], loss.detach())
-    named = dict(plain.named_parameters())
+    named = dict(plain.named_parameters(remove_duplicate=False))
     seen = set()
     for _, gradients, _ in found:
-        for name, gradient in gradients.items():
-            torch.testing.assert_close(gradient, named[name].grad)
-            seen.add(name)
+        for key, gradient in gradients.items():
+            torch.testing.assert_close(gradient, named[key].grad)
+            seen.add(key)
     assert seen == set(named)
-    outputs = [output for _, _, output in found if output is not None]
-    assert len(outputs) == 1
-    torch.testing.assert_close(outputs[0], plain(batch(rows[-1])[0]).detach())
+    (output,) = [output for _, _, output in found if output is not None]
+    with torch.no_grad():
+        args, more = given(name, rows[-1])
+        expected = plain.eval()(*args, **more)
+    if name != "chain":  # of other outputs there is one for each micro-batch
+        output, expected = [y["y" if name == "unet" else "logits"] for y in (output, expected)]
+    torch.testing.assert_close(output, expected)
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "always", "except_last"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_a_step_on_two_ranks_equals_the_plain_modules(schedule: str, checkpoint: str) -> None:
-    rows = [8, 10, 3, 8]  # alike, ragged, fewer than chunks, known
-    check(run(2, step, [3, 3], schedule, checkpoint, rows), rows)
+@pytest.mark.parametrize("name", ["chain", *MODELS])
+def test_a_step_on_two_ranks_equals_the_plain_models(
+    name: str, schedule: str, checkpoint: str
+) -> None:
+    rows = [8, 10, 3, 8] if name != "tied" else [8, 4]  # alike, ragged, fewer than chunks, known
+    check(name, run(2, step, name, 2, schedule, checkpoint, rows), rows)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_a_step_on_four_ranks_equals_the_plain_modules(schedule: str) -> None:
-    rows = [8, 10, 2]
-    check(run(4, step, [2, 2, 1, 1], schedule, "always", rows), rows)
+@pytest.mark.parametrize("name", ["chain", "unet", in_sweep("tied")])
+def test_a_step_on_four_ranks_equals_the_plain_models(name: str) -> None:
+    rows = [8, 10, 2] if name == "chain" else [8, 6]
+    check(name, run(4, step, name, 4, "1f1b", "except_last", rows), rows)
 
 
-@pytest.mark.parametrize(
-    "schedule, balance",
-    [
-        ("interleaved", [2, 2, 1, 1]), ("InterleavedZeroBubble", [2, 2, 1, 1]),
-        ("ZBVZeroBubble", [2, 2, 1, 1]), ("interleaved", [3, 3]),
-    ],
-)  # fmt: skip
-def test_several_partitions_on_a_rank(schedule: str, balance: list[int]) -> None:
-    rows = [8, 10]
-    check(run(2, step, balance, schedule, "never", rows), rows)
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("name", ["chain", *MODELS])
+def test_interleaved_partitions(name: str, checkpoint: str) -> None:
+    check(name, run(2, step, name, 4, "interleaved", checkpoint, [8, 10]), [8, 10])
 
 
-def test_a_step_on_one_rank_equals_the_plain_modules() -> None:
-    check(run(1, step, [6], "1f1b", "always", [8, 10]), [8, 10])
+@pytest.mark.parametrize("ranks, schedule", [(1, "1f1b"), (2, "interleaved")])
+def test_one_partition_on_a_rank(ranks: int, schedule: str) -> None:
+    check("chain", run(ranks, step, "chain", ranks, schedule, "always", [8, 10]), [8, 10])
 
 
 def evaluate_first(rank: int) -> list[Any]:

@@ -16,17 +16,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_state_dict,
-    set_state_dict,
-)
-from torch.distributed.checkpoint.state_dict_loader import load as load_into
-from torch.distributed.checkpoint.state_dict_saver import save as save_as
 
 from pipert import distributed
 from pipert.distributed import rank_stage
-from pipert.distributed.recording import Recording
+from pipert.distributed.replay_model import Recording
 from tests.distributed.launcher import endings, run
 from tests.distributed.own_models import (
     MODELS,
@@ -34,7 +27,6 @@ from tests.distributed.own_models import (
     build,
     layer,
     loss_in_output,
-    loss_of_unet,
     tied_batch,
     unet_batch,
 )
@@ -76,10 +68,10 @@ def noisy(rank: int, schedule: str, checkpoint: str) -> list[Any]:
 
 def test_random_numbers_are_the_same_on_however_many_ranks_and_when_recomputed() -> None:
     found = [
-        run(1, noisy, "interleaved", "never"), run(2, noisy, "interleaved", "always"),
-        run(4, noisy, "1f1b", "never"),
+        run(2, noisy, "interleaved", "always"), run(4, noisy, "1f1b", "never"),
     ]  # fmt: skip
-    (losses, grads), *_ = found[0]
+    (losses, grads), (_, others) = found[0]
+    grads.update(others)
     assert len({loss.item() for loss in losses}) == 3
     for each in found[1:]:
         for other_losses, others in each:
@@ -157,56 +149,6 @@ def test_a_data_set_is_mapped() -> None:
     assert first == [None] * 5
     for output, length in zip(second, (4, 7, 5, 3, 6), strict=True):
         torch.testing.assert_close(output["logits"], plain(**tied_batch(2, length))["logits"])
-
-
-def trains(rank: int, cuts: list[str], folder: str, loads: bool) -> list[Tensor]:
-    """One step of Adam, saved; or loaded into what has trained otherwise; then three more."""
-    torch.manual_seed(5 if loads else 0)
-    pipe = distributed.pipeline(MODELS["unet"][0](), cuts, example=unet_batch(2))
-    optimizer = torch.optim.Adam(pipe.parameters(), lr=0.1)
-    return goes_on(pipe, optimizer, folder, loads)
-
-
-def goes_on(model: Any, optimizer: Any, folder: str, loads: bool) -> list[Tensor]:
-    def train() -> Tensor:
-        optimizer.zero_grad()
-        given: dict[str, Any] = unet_batch(4)
-        if isinstance(model, distributed.ModulePipe):
-            loss: Tensor = model.forward_backward(**given, loss_fn=loss_of_unet)
-        else:
-            loss = loss_of_unet(model(**given), None)
-            torch.autograd.backward(loss)
-        optimizer.step()
-        return loss.detach()
-
-    train()
-    options = StateDictOptions(flatten_optimizer_state_dict=True)
-    state = dict(zip("mo", get_state_dict(model, optimizer, options=options), strict=True))
-    if loads:
-        load_into(state, checkpoint_id=folder)
-        states: dict[str, Any] = {"model_state_dict": state["m"], "optim_state_dict": state["o"]}
-        set_state_dict(model, optimizer, **states, options=options)
-    else:
-        save_as(state, checkpoint_id=folder)
-    return [train() for _ in range(3)]
-
-
-def test_the_state_of_an_optimizer_is_loaded_into_four_ranks_and_one_process(
-    tmp_path: Path,
-) -> None:
-    folder = str(tmp_path)
-    expected, _ = run(2, trains, ["middle"], folder, False)
-    assert len({loss.item() for loss in expected}) == 3
-    for found in run(4, trains, ["downs.1", "middle", "ups.1"], folder, True):
-        torch.testing.assert_close(found, expected)
-    (found,) = run(1, trains_alone, folder)
-    torch.testing.assert_close(found, expected)
-
-
-def trains_alone(rank: int, folder: str) -> list[Tensor]:
-    torch.manual_seed(6)
-    model = MODELS["unet"][0]()
-    return goes_on(model, torch.optim.Adam(model.parameters(), lr=0.1), folder, True)
 
 
 class Normed(nn.Module):
@@ -736,7 +678,7 @@ def wrong_arguments(rank: int) -> list[str]:
     found = []
     x = torch.randn(4, 4)
     changes: list[dict[str, Any]] = [
-        {"example": None}, {"inputs": "some"}, {"cuts": ["nowhere"]}, {"cuts": None},
+        {"inputs": "some"}, {"cuts": ["nowhere"]}, {"cuts": None},
         {"chunks": 1 + rank}, {"load": "/nowhere"}, {"schedule": "interleaved", "cuts": ["b", "c"]},
     ]  # fmt: skip
     for more in changes:
@@ -755,8 +697,8 @@ def wrong_arguments(rank: int) -> list[str]:
 
 def test_wrong_arguments_are_refused() -> None:
     expected = [
-        "example must be given", "inputs must be", "no module 'nowhere'", "give cuts or partitions",
-        "all ranks must give the same", "load must be a folder", "needs a multiple of the ranks",
+        "inputs must be", "no module 'nowhere'", "give cuts or partitions",
+        "all ranks must give the same", "load must be a folder", "needs one partition on each rank",
         "requires grad",
     ]  # fmt: skip
     for found in run(2, wrong_arguments):
@@ -944,7 +886,7 @@ def refused_late(rank: int, ends: Callable[..., Any]) -> str:
     "ends, why",
     [(hooks_late, "calls register_hook of a tensor of an earlier partition"),
      (reads_statistics, "reads running statistics of a layer"),
-     (normalises_again, "a BatchNorm1d is in partitions of several ranks")],
+     (normalises_again, "which would update its running statistics")],
     ids=lambda each: getattr(each, "__name__", None),
 )  # fmt: skip
 def test_what_only_another_rank_has_is_refused(ends: Callable[..., Any], why: str) -> None:
@@ -978,6 +920,5 @@ def hooked_after(rank: int, schedule: str) -> bool:
     return seen == {*pipe.parameters()}
 
 
-@pytest.mark.parametrize("schedule", ["interleaved", "InterleavedZeroBubble"])
-def test_hooks_on_gradients_are_called_whatever_the_schedule(schedule: str) -> None:
-    assert run(2, hooked_after, schedule) == [True] * 2
+def test_hooks_on_gradients_are_called() -> None:
+    assert run(2, hooked_after, "interleaved") == [True] * 2

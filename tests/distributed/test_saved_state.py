@@ -56,6 +56,7 @@ WAYS: dict[str, tuple[int, list[int] | None, str]] = {
     "two ranks": (2, [3, 5], "1f1b"),
     "four ranks": (4, [2, 2, 2, 2], "1f1b"),
     "interleaved": (2, [2, 1, 3, 2], "interleaved"),
+    "any model": (2, [3, 5], "any model"),
 }
 
 
@@ -66,6 +67,8 @@ def make(way: str, seed: int, tied: bool) -> Any:
         return model
     if schedule == "pipert":
         return pipert.Pipe(model, balance, devices=["cpu"] * len(balance))
+    if schedule == "any model":
+        return distributed.pipeline(model, ["3"], example=batch()[0])
     return distributed.Pipe(model, balance, schedule=schedule)
 
 
@@ -73,7 +76,7 @@ def train(model: Any, optimizer: torch.optim.Optimizer) -> Tensor:
     """One step; batch norm sees the whole batch, which is one micro-batch."""
     x, y = batch()
     optimizer.zero_grad()
-    if isinstance(model, distributed.Pipe):
+    if isinstance(model, distributed.Pipe | distributed.ModulePipe):
         loss: Tensor = model.forward_backward(x, target=y, loss_fn=F.mse_loss)
     else:
         loss = F.mse_loss(model(x), y)
@@ -127,6 +130,7 @@ def load(rank: int, way: str, tied: bool, path: str) -> list[Tensor]:
         in_sweep("two ranks", "one rank", True), in_sweep("one rank", "two ranks", False),
         ("two ranks", "one process", False), in_sweep("one process", "four ranks", True),
         in_sweep("two ranks", "plain", True), ("plain", "two ranks", True),
+        ("any model", "four ranks", True), ("plain", "any model", False),
     ],
 )  # fmt: skip
 def test_training_goes_on(saver: str, loader: str, tied: bool, tmp_path: Path) -> None:

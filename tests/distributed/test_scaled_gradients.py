@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import warnings
 from typing import Any
 
 import pytest
@@ -66,24 +64,6 @@ def test_steps_are_those_of_one_process(norm_type: float) -> None:
             assert each[2] == scale
         for name, value in own.items():
             torch.testing.assert_close(value, parameters.get(name, parameters["0.weight"]))
-
-
-def warned(rank: int) -> list[str]:
-    """What a rank says of a mean over targets of which unequal numbers count."""
-    pipe = distributed.Pipe(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 4)), [1, 1], chunks=2)
-    target = torch.tensor([0, 1, 2, -100])
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        pipe.forward_backward(torch.ones(4, 3), target=target, loss_fn=F.cross_entropy)
-        total = functools.partial(F.cross_entropy, reduction="sum")
-        pipe.forward_backward(torch.ones(4, 3), target=target, loss_fn=total, denominator=3)
-    return [str(each.message) for each in seen]
-
-
-def test_the_last_rank_warns_of_a_mean_over_unequal_numbers_of_targets() -> None:
-    first, last = run(2, warned)
-    assert not first and len(last) == 1
-    assert "2, 1 targets that count" in last[0] and "denominator=" in last[0]
 
 
 DTYPES = [  # of the gradients of each rank, which may have none
