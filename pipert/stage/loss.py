@@ -24,6 +24,7 @@ from pipert.layers.place import Place
 from pipert.layers.random_numbers import RunSeed, TaskRng
 from pipert.recompute.snapshot import Buffers
 from pipert.schedules.action import FORWARD, Action
+from pipert.workers.context import NOTHING
 
 LossFunction = Callable[[Any, Any], Tensor]
 """Takes the output and the target of a micro-batch; returns its loss."""
@@ -183,10 +184,6 @@ class Loss:
         self.draws = not (self.is_returned or function is own_loss or _is_functional(function))
         """Whether the function draws random numbers, or might."""
 
-    @property
-    def _name(self) -> str:
-        return "step" if self.is_returned else "loss_fn"
-
     def compute(self, i: int, place: Place, seed: RunSeed, output: Value, target: Value) -> Tensor:
         """Compute the loss of micro-batch ``i``.
 
@@ -196,19 +193,24 @@ class Loss:
         Raises:
             TypeError: the function did not return a real tensor of one element.
         """
+        kind = f"loss {id(self._function)}"  # callers at once may have others
+        drawing = TaskRng(seed, Action(kind, i, place.j), place.device) if self.draws else NOTHING
         try:
-            if not self.draws:
-                return self._computed(i, output, target)
-            kind = f"loss {id(self._function)}"  # callers at once may have others
-            with TaskRng(seed, Action(kind, i, place.j), place.device):
-                return self._computed(i, output, target)
+            with drawing:
+                loss: Tensor = self._function(output, target)
+                self._check(loss)
+                if i == len(self.targets) - 1 and self.watch is not None:
+                    with torch.no_grad():
+                        self.watch.look(self._function, loss.detach(), output, target)
         except BaseException as error:
             if not self.is_returned:
                 add_note(error, partial(_note, i, place, output, target))
             raise
+        self.is_differentiable |= loss.requires_grad
+        return loss
 
-    def _computed(self, i: int, output: Value, target: Value) -> Tensor:
-        loss: Any = self._function(output, target)
+    def _check(self, loss: Any) -> None:
+        name = "step" if self.is_returned else "loss_fn"
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             remedy = "reduce it over the rows of the micro-batch"
             if loss is None:
@@ -224,15 +226,10 @@ class Loss:
                     "outputs, return_outputs=True"
                 )
             raise TypeError(
-                f"{self._name} must return a tensor of one element, got {describe(loss)}; {remedy}"
+                f"{name} must return a tensor of one element, got {describe(loss)}; {remedy}"
             )
         if loss.is_complex():
-            raise TypeError(f"{self._name} must return a real number, got {describe(loss)}")
-        self.is_differentiable |= loss.requires_grad
-        if i == len(self.targets) - 1 and self.watch is not None:
-            with torch.no_grad():
-                self.watch.look(self._function, loss.detach(), output, target)
-        return loss
+            raise TypeError(f"{name} must return a real number, got {describe(loss)}")
 
     def share_of(self, i: int, loss: Tensor) -> Tensor:
         """Return what micro-batch ``i`` adds to the loss of the mini-batch, or to its sum."""

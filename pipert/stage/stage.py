@@ -117,7 +117,7 @@ class Handler(NamedTuple):
 class Stage:
     """Partition *j* in one run.
 
-    Used by its worker only, except :meth:`give_up`, :meth:`drop` and ``Task.abandon``.
+    Used by its worker only, except :meth:`give_up` and ``Task.abandon``.
     """
 
     run: Run

@@ -38,15 +38,9 @@ class StepBoundary:
         copies: brings values to the stage's device.
     """
 
-    __slots__ = (
-        "_callers", "_first", "_is_last", "_place", "_seed", "copies", "gradients", "deferred",
-        "defers_weights", "step",
-    )  # fmt: skip
-
-    def __init__(
-        self, step: Step, run: Run, place: Place, copies: Copies
-    ) -> None:
-        self.step = step
+    def __init__(self, step: Step, run: Run, place: Place, copies: Copies) -> None:
+        self.step, self.copies = step, copies
+        self._run, self._place, self._is_last = run, place, place.is_last
         self.gradients = Gradients()
         # Saved-tensor hooks of the caller would unpack twice what they have packed, and anomaly
         # detection looks at what the engine computes.
@@ -55,16 +49,12 @@ class StepBoundary:
         """Whether ``B[i,j]`` leaves gradients of weights to ``W[i,j]``."""
         self.deferred: dict[int, list[DeferredGradients]] = {}
         """What ``W[i,j]`` computes, by micro-batch."""
-        self._place, self._is_last = place, place.is_last
-        self._seed = run.seed
-        self.copies = copies
-        self._callers = run.first_node
         self._first: int | None = None  # nodes made here have numbers from this on
 
     def cross(self, i: int, x: Value, origin: int | None, is_skip: bool = False) -> Value:
         """Bring a value here from partition ``origin``, or the caller, and cut its graph."""
         if self._first is None:
-            self._first = begin_numbers(self._callers)
+            self._first = begin_numbers(self._run.first_node)
         xs, rebuild = differentiable(x)
         values = xs
         if self.copies.come_in:
@@ -95,7 +85,7 @@ class StepBoundary:
         target = self.copies.bring(i, leaf_inputs(target) if originals else target, None)
         if originals:
             self.gradients.stand_ins.update(zip(differentiable(target)[0], originals, strict=True))
-        return self.step.compute_loss(i, self._place, self._seed, y, target)
+        return self.step.compute_loss(i, self._place, self._run.seed, y, target)
 
     def copy_weight(self, i: int, weight: Tensor) -> Tensor:
         """Copy a parameter that lives elsewhere.
@@ -110,7 +100,7 @@ class StepBoundary:
 
     def numbers(self) -> range:
         """Return the numbers of nodes made here, without any that a node of the caller may have."""
-        return range(max(self._first or 0, self._callers), node_count())
+        return range(max(self._first or 0, self._run.first_node), node_count())
 
     def drop(self) -> None:
         self.deferred.clear()

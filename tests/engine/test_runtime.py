@@ -236,22 +236,6 @@ def test_pitfall_12_the_note_says_which_task_failed_where_and_on_what() -> None:
 # R4: nothing later starts -------------------------------------------------------------------------
 
 
-def test_after_a_failure_no_later_task_of_the_same_partition_starts() -> None:
-    done = Events()
-    started: list[Task] = []
-
-    def act(i: int, j: int) -> None:
-        started.append((i, j))
-        if (i, j) == (0, 1):
-            wait(done[3, 0])  # the inputs of all later tasks are there
-            raise ValueError
-        done[i, j].set()
-
-    with pipe_of(2, act, chunks=4) as pipe, pytest.raises(ValueError):
-        pipe(rows(4))
-    assert [task for task in started if task[1] == 1] == [(0, 1)]
-
-
 def test_after_a_failure_no_later_task_of_another_partition_starts(failures: Failures) -> None:
     executing = threading.Event()
     started: list[Task] = []
@@ -268,23 +252,6 @@ def test_after_a_failure_no_later_task_of_another_partition_starts(failures: Fai
     with pipe_of(2, act, chunks=6) as pipe, pytest.raises(ValueError):
         pipe(rows(6))
     assert sorted(started) == [(0, 0), (0, 1), (1, 0), (2, 0)]
-
-
-def test_after_a_failure_earlier_tasks_still_run_since_they_might_fail_too(
-    failures: Failures,
-) -> None:
-    started: list[Task] = []
-
-    def act(i: int, j: int) -> None:
-        started.append((i, j))
-        if (i, j) == (3, 0):
-            raise ValueError
-        if (i, j) == (0, 1):
-            failures.wait()
-
-    with pipe_of(3, act, chunks=6) as pipe, pytest.raises(ValueError):
-        pipe(rows(6))
-    assert (0, 2) in started
 
 
 @pytest.mark.main_thread

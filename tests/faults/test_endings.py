@@ -14,22 +14,6 @@ from tests.faults.processes import ends
 
 pytestmark = pytest.mark.slow
 
-# SIGTERM ------------------------------------------------------------------------------------------
-
-
-def test_sigterm_ends_the_program_in_the_middle_of_a_step() -> None:
-    script = """
-def killed(where, checkpoint):
-    global act
-    act = hit(where, signal.SIGTERM, 10)
-    step(pipe_of(checkpoint))
-
-for case in ("forward", "always"), ("recomputation", "always"), ("backward", "never"):
-    if (code := in_child(killed, *case)) != -15:
-        print(*case, code)
-"""
-    assert ends(script) == (0, "", "")
-
 
 def test_a_handler_of_sigterm_may_close_the_pipe_in_the_middle_of_a_forward() -> None:
     script = """
@@ -43,26 +27,6 @@ for checkpoint in ("always", "except_last", "never"):
         print([thread.name for thread in threading.enumerate() if "pipert" in thread.name])
 """
     assert ends(script) == (0, "[]\n" * 3, "")
-
-
-def test_a_handler_of_sigterm_may_close_the_pipe_in_a_backward_which_goes_on() -> None:
-    """The backward runs on the caller's thread and needs no worker."""
-    script = """
-wanted = expected()
-NEVER.close()
-signal.signal(signal.SIGTERM, lambda *_: pipe.close())
-for where, checkpoint in wheres("recomputation", "backward"):
-    pipe = pipe_of(checkpoint)
-    act = hit(where, signal.SIGTERM)
-    done = right(step(pipe), wanted)
-    threads = [thread for thread in threading.enumerate() if "pipert" in thread.name]
-    for thread in threads:
-        thread.join(5)  # if it was closed in a layer, nobody was waited for
-    alive = [thread.name for thread in threads if thread.is_alive()]
-    if not done or alive:
-        print(where, checkpoint, done, alive)
-"""
-    assert ends(script) == (0, "", "")
 
 
 # Exit ---------------------------------------------------------------------------------------------

@@ -122,20 +122,12 @@ def test_R_does_not_see_the_context_of_the_backward(row: Row) -> None:
 
 
 @rows
-def test_F_leaves_nothing_on_its_worker(row: Row) -> None:
-    with Observed(everything) as observed:
-        observed.train(row.block)
-        observed.take("F")
-        observed.train()
-        assert observed.take("F") == [PLAIN] * 4
-
-
-@rows
-def test_F_that_fails_leaves_nothing_on_its_worker(row: Row) -> None:
+@pytest.mark.parametrize("fails", [False, True])
+def test_F_leaves_nothing_on_its_worker(row: Row, fails: bool) -> None:
     with Observed(everything) as observed:
         for probe in observed.probes:
-            probe.failing = "F"
-            with pytest.raises(Failed):
+            probe.failing = "F" if fails else ""
+            with pytest.raises(Failed) if fails else contextlib.nullcontext():
                 observed.train(row.block)
             probe.failing = ""
         for probe in observed.probes:
@@ -145,17 +137,11 @@ def test_F_that_fails_leaves_nothing_on_its_worker(row: Row) -> None:
 
 
 @rows_with_graph
-def test_R_leaves_nothing_on_the_thread_of_the_backward(row: Row) -> None:
+@pytest.mark.parametrize("fails", [False, True])
+def test_R_leaves_nothing_on_the_thread_of_the_backward(row: Row, fails: bool) -> None:
     with Observed(everything) as observed:
-        observed.train(row.block)
-        assert everything() == PLAIN
-
-
-@rows_with_graph
-def test_R_that_fails_leaves_nothing_on_the_thread_of_the_backward(row: Row) -> None:
-    with Observed(everything) as observed:
-        observed.probes[0].failing = "R"
-        with pytest.raises(Failed):
+        observed.probes[0].failing = "R" if fails else ""
+        with pytest.raises(Failed) if fails else contextlib.nullcontext():
             observed.train(row.block)
         assert everything() == PLAIN
 
