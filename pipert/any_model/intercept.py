@@ -138,7 +138,7 @@ class TensorCopies:
         copying = self._run.streams.get(tensor.device, self._i)
         compute = streams.compute_stream(tensor.device)
         number = -1 if tensor.grad_fn is None else sequence_nr(tensor.grad_fn)
-        (tensor,) = transfer.wait_back((tensor,), copying, compute)
+        (tensor,) = transfer.wait((tensor,), copying, compute, now=False)
         segments = None if self._segments_before is None else self._segments_before()
         # A node of another thread, which a model has kept, would at most recompute early.
         if segments is not None and number in self._nodes_before:

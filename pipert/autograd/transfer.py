@@ -123,13 +123,8 @@ def copy(
     return copied
 
 
-def wait_back(xs: Tensors, waiter: Stream, awaited: Stream) -> Tensors:
-    """Like :func:`wait`, but only in the backward of ``xs``: ``waiter`` has already waited."""
-    return wait(xs, waiter, awaited, now=False)
-
-
 def wait(xs: Tensors, waiter: Stream, awaited: Stream, now: bool = True) -> Tensors:
-    """Make ``waiter`` wait for ``awaited`` now, and vice versa in the backward of ``xs``."""
+    """Make ``waiter`` wait for ``awaited`` ``now``, and vice versa in the backward of ``xs``."""
     held = accumulators(xs)
     waited: Tensors = _apply_wait(waiter, awaited, now, *xs)
     del held

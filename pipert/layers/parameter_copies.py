@@ -60,22 +60,6 @@ def weights_elsewhere(
     return tuple(found)
 
 
-def check_copied(partition: nn.Module, weights: Weights) -> None:
-    """Refuse compiled and scripted layers that use ``weights``, as they cannot get the copies."""
-    for name, layer in partition.named_children() if weights else ():
-        if not set(weights).isdisjoint(layer.parameters()):
-            _refuse_compiled(layer, f"layer {name!r}")
-
-
-def _refuse_compiled(layer: nn.Module, what: str) -> None:
-    if is_compiled(layer):
-        raise ValueError(
-            f"{what} is compiled or scripted and uses a parameter that lives on another device, so "
-            "it cannot receive the copy; put the layers that share it on one device, or leave it "
-            "uncompiled"
-        )
-
-
 class ParameterCopies:
     """The copies of parameters and buffers in one run. Those of a partition are used only there.
 
@@ -141,8 +125,12 @@ class ParameterCopies:
                 (x, self._copies[j, id(x)][1], versions.setdefault(id(x), version(x)))
                 for x in own if (j, id(x)) in self._copies
             ]  # fmt: skip
-            if used:
-                _refuse_compiled(layers[0], "a layer")
+            if used and is_compiled(layers[0]):
+                raise ValueError(
+                    "a layer is compiled or scripted and uses a parameter that lives on another "
+                    "device, so it cannot receive the copy; put the layers that share it on one "
+                    "device, or leave it uncompiled"
+                )
             self._substitutes[key] = Substitute(used) if used else None
         substitute = self._substitutes[key]
         return call if substitute is None else partial(substitute.during, call)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pipert._torch import NormBase
-from pipert.layers.parameter_copies import check_copied, weights_elsewhere
+from pipert.layers.parameter_copies import weights_elsewhere
 from pipert.model.settings import whole
 
 
@@ -132,8 +132,6 @@ def place(
     buffers = _shared_buffers(partitions, devices, not copies_buffers)
     check_shared_norms([partition.modules() for partition in partitions], range(len(devices)))
     weights = weights_elsewhere(partitions, devices)
-    for partition, staying in zip(partitions, weights, strict=True):
-        check_copied(partition, staying)
     for buffer, device in buffers.items():
         buffer.data = buffer.data.to(device)
     for partition, device, shared in zip(partitions, devices, weights, strict=True):

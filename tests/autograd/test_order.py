@@ -58,18 +58,6 @@ def join(xs: tuple[Tensor, ...], token: Tensor) -> tuple[Tensor, ...]:
     return joined
 
 
-# One of each.
-
-
-def test_second_derivative_passes_fork_and_join() -> None:
-    x = leaf()
-    _, token = fork((leaf(),))
-    (y,), _ = fork(join((x**3,), token))
-    (first,) = torch.autograd.grad(y, x, create_graph=True)
-    (second,) = torch.autograd.grad(first, x)
-    assert second == 6
-
-
 # The order of two. Of the nodes that are ready autograd takes the one with the highest number, and
 # each thread counts its own; so a thread that has counted far makes nodes that come first.
 
@@ -90,14 +78,6 @@ def on_new_thread(function: Callable[[], T], nodes_before: int) -> T:
     thread.start()
     thread.join()
     return results[0]
-
-
-def test_autograd_alone_would_start_with_the_thread_that_counted_far() -> None:
-    log: list[Any] = []
-    first = on_new_thread(lambda: noted(log, 0, leaf()), nodes_before=100)
-    second = on_new_thread(lambda: noted(log, 1, leaf()), nodes_before=0)
-    backward(first, second)
-    assert log == [0, 1]
 
 
 def test_join_makes_the_backward_of_the_forked_value_wait() -> None:

@@ -1,6 +1,6 @@
 """Tests that a seed fixes the random numbers, whatever the thread timing and the recomputation.
 
-``tests/autograd/test_random.py`` has which layers draw, and from what.
+``tests/layers/test_random_numbers.py`` has which layers draw, and from what.
 """
 
 from __future__ import annotations

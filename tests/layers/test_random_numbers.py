@@ -18,52 +18,21 @@ import torch
 import torch.distributions as D
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
+from pipert import is_recomputing
 from pipert.layers.random_numbers import _DETERMINISTIC, may_draw
 from tests.helpers.pipes import pipe_of_layers
+from tests.helpers.torchscript import uses_torchscript
 from tests.layers import Apply
 
 TIMEOUT = 3.0  # s
 
 pipe_of = partial(pipe_of_layers, chunks=4)
-
-
-# Timing -------------------------------------------------------------------------------------------
-
-
-def noisy_layers() -> list[nn.Module]:
-    return [
-        nn.Dropout(),
-        Apply(lambda x: x + torch.rand(x.shape)),
-        Apply(lambda x: F.dropout(x, 0.3)),
-        Apply(lambda x: x * torch.empty_like(x).bernoulli_(0.7)),
-        Apply(lambda x: x + torch.randn_like(x)),
-    ]
-
-
-def test_draws_of_the_workers_leave_the_caller_s_sequence_alone() -> None:
-    with pipe_of(*noisy_layers()) as pipe:
-        torch.manual_seed(1)
-        pipe(torch.ones(4, 8))
-        after_one = torch.rand(4)
-        torch.manual_seed(1)
-        pipe(torch.ones(1, 8))
-        assert torch.equal(torch.rand(4), after_one)
+Function = Callable[[Tensor], Tensor]
 
 
 # What differs, what does not ----------------------------------------------------------------------
-
-
-def test_partitions_draw_different_numbers() -> None:
-    drawn: list[Tensor] = []
-
-    def draw(x: Tensor) -> Tensor:
-        drawn.append(torch.rand(8))
-        return x
-
-    with pipe_of(*[Apply(draw) for _ in range(4)], chunks=4) as pipe:
-        pipe(torch.ones(4, 1))
-    assert len({tuple(numbers.tolist()) for numbers in drawn}) == 16
 
 
 def test_two_calls_at_once_draw_different_numbers() -> None:
@@ -101,31 +70,6 @@ def test_a_recomputation_of_an_inner_pipe_draws_the_numbers_of_its_forward() -> 
     assert torch.equal(grad, 2 * y)
 
 
-@pytest.mark.parametrize("k", range(5))
-@pytest.mark.parametrize("checkpoint", ["always", "except_last"])
-def test_gradients_with_checkpointing_are_those_without_it_bit_for_bit(
-    checkpoint: str, k: int
-) -> None:
-    layers = nn.Linear(8, 8), noisy_layers()[k], nn.Tanh(), nn.Linear(8, 8), noisy_layers()[k]
-    x = torch.randn(6, 8)
-    results = []
-    with pipe_of(*layers, chunks=3) as pipe:
-        for mode in [checkpoint, "never"]:
-            pipe.checkpoint = mode
-            torch.manual_seed(7)
-            y = pipe(x)
-            results.append((y, *torch.autograd.grad(y.pow(2).sum(), list(pipe.parameters()))))
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
-def test_a_recomputation_leaves_the_generator_alone() -> None:
-    with pipe_of(nn.Linear(8, 8), nn.Dropout(), checkpoint="always") as pipe:
-        y = pipe(torch.ones(4, 8))
-        state = torch.get_rng_state()
-        y.sum().backward()
-    assert torch.equal(torch.get_rng_state(), state)
-
-
 def test_a_recomputation_replays_its_numbers_though_the_seed_was_set_meanwhile() -> None:
     x = torch.ones(4, 64, requires_grad=True)
     with pipe_of(nn.Dropout(), chunks=2, checkpoint="always") as pipe:
@@ -152,6 +96,10 @@ def state_after(layer: nn.Module, x: Tensor | None = None) -> bytes:
     torch.manual_seed(0)
     with pipe_of(layer, chunks=1) as pipe:
         pipe(torch.ones(4, 4) if x is None else x)
+    return state()
+
+
+def state() -> bytes:
     return bytes(torch.get_rng_state().tolist())
 
 
@@ -198,18 +146,136 @@ def test_an_explicit_generator_is_used_unchanged(how: str, unmoved: bytes) -> No
 # What draws ---------------------------------------------------------------------------------------
 
 
-functions: dict[str, Callable[[Tensor], Any]] = {
-    "rand": lambda x: torch.rand(3),
-    "bernoulli_": lambda x: x.bernoulli_(0.5),
-    "F.dropout": F.dropout,
-    "a distribution": lambda x: D.Normal(x, x).sample(),  # type: ignore[no-untyped-call]
-    "a new layer": lambda x: nn.Linear(4, 4).weight.detach(),
+def outcome(*layers: nn.Module) -> tuple[Tensor, Tensor, bytes]:
+    """From one seed: the output, the gradient of a sum, and the state of the generator after it."""
+    x = torch.ones(4, 16, requires_grad=True)
+    torch.manual_seed(0)
+    with pipe_of(*layers, chunks=2, checkpoint="always") as pipe:
+        y = pipe(x)
+        (gradient,) = torch.autograd.grad(y.sum(), x)
+    return y, gradient, state()
+
+
+def scripted() -> Function:
+    def drop(x: Tensor) -> Tensor:
+        return F.dropout(x, 0.5, True)
+
+    found: Function = torch.jit.script(drop)
+    return found
+
+
+def vmapped(function: Function, randomness: str) -> Function:
+    return lambda x: torch.func.vmap(function, randomness=randomness)(x)
+
+
+def noise(x: Tensor) -> Tensor:
+    return x * torch.rand(16)
+
+
+def tangent(x: Tensor) -> Tensor:
+    found: Tensor = torch.func.jvp(noise, (x,), (torch.ones_like(x),))[1]
+    return x * found
+
+
+WAYS: dict[str, Callable[[], Function]] = {
+    "a distribution": lambda: lambda x: x * D.Uniform(0.5, x + 1).sample(),
+    "a new layer": lambda: lambda x: x * nn.Linear(16, 1).weight.detach(),
+    "scripted": scripted,
+    "vmap, the same": lambda: vmapped(F.dropout, "same"),
+    "vmap, different": lambda: vmapped(F.dropout, "different"),
+    "jvp": lambda: tangent,
 }
 
 
-@pytest.mark.parametrize("name", functions)
-def test_a_function_that_draws_moves_the_generator_by_one_draw(name: str, one_draw: bytes) -> None:
-    assert state_after(Apply(lambda x: functions[name](x.clone()))) == one_draw
+@uses_torchscript
+@pytest.mark.parametrize("way", WAYS)
+def test_a_recomputation_draws_the_same_and_the_generator_moves_by_one_draw(
+    way: str, one_draw: bytes
+) -> None:
+    layers = Apply(WAYS[way]()), nn.Identity()
+    y, gradient, after = outcome(*layers)
+    assert torch.equal(gradient, y) and len(set(y.flatten().tolist())) > 1
+    assert after == one_draw
+    assert torch.equal(outcome(*layers)[0], y)
+
+
+def test_a_hook_of_all_modules_may_draw(one_draw: bytes) -> None:
+    def double_some(module: nn.Module, args: Any, y: Tensor) -> Any:
+        return F.dropout(y) if isinstance(module, nn.Identity) else None
+
+    handle = register_module_forward_hook(double_some)
+    try:
+        y, gradient, after = outcome(nn.Identity(), nn.Identity())
+    finally:
+        handle.remove()
+    assert torch.equal(gradient, y) and after == one_draw and len(set(y.flatten().tolist())) > 1
+
+
+class Noisy(torch.autograd.Function):
+    """A function that draws in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        return dy * torch.rand_like(dy)
+
+
+def add_noise(module: nn.Module, gradients: Any, _: Any) -> Any:
+    return tuple(gradient * torch.rand_like(gradient) for gradient in gradients)
+
+
+def with_hook() -> nn.Module:
+    layer = nn.Linear(8, 8)
+    layer.register_full_backward_hook(add_noise)
+    return layer
+
+
+BACKWARDS: dict[str, Callable[[], nn.Module]] = {
+    "nothing": nn.Identity,
+    "custom function": lambda: Apply(Noisy.apply),
+    "hook": with_hook,
+}
+
+
+def step(
+    make: Callable[[], nn.Module], loss: Any = F.mse_loss, schedule: str = "gpipe"
+) -> tuple[list[Tensor], Tensor, bytes]:
+    """From one seed: the gradients, what the last partition drew in its forwards, the generator."""
+    torch.manual_seed(1)
+    drawn: list[Tensor] = []
+
+    def note(x: Tensor) -> Tensor:
+        factors = torch.rand(8)
+        if not is_recomputing():
+            drawn.append(factors)
+        return x * factors
+
+    layers = nn.Linear(8, 8), make(), Apply(note), nn.Linear(8, 8)
+    x = torch.randn(6, 8)
+    torch.manual_seed(0)
+    with pipe_of(*layers, chunks=3) as pipe:
+        pipe.forward_backward(x, target=x, loss_fn=loss, schedule=schedule)
+        gradients = [p.grad for p in pipe.parameters() if p.grad is not None]
+    return gradients, torch.stack(drawn), state()
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("kind", ["custom function", "hook"])
+def test_random_numbers_of_a_steps_backward_follow_from_the_seed(kind: str, schedule: str) -> None:
+    first, again = (step(BACKWARDS[kind], schedule=schedule) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first[0], again[0], strict=True))
+    assert torch.equal(first[1], again[1]) and first[2] == again[2]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_draws_in_a_backward_change_no_forward(schedule: str) -> None:
+    quiet = step(BACKWARDS["nothing"], schedule=schedule)
+    noisy = step(BACKWARDS["custom function"], schedule=schedule)
+    assert torch.equal(quiet[1], noisy[1]) and quiet[2] == noisy[2]
+    assert not torch.equal(quiet[0][0], noisy[0][0])
 
 
 def test_a_subclass_of_a_deterministic_layer_may_draw(one_draw: bytes) -> None:
@@ -235,39 +301,17 @@ def test_a_deterministic_layer_whose_forward_was_replaced_may_draw(one_draw: byt
 
 # What does not draw -------------------------------------------------------------------------------
 
-deterministic: dict[type[nn.Module], tuple[tuple[Any, ...], tuple[int, ...]]] = {
+Made = tuple[tuple[Any, ...], tuple[int, ...]]
+
+deterministic: dict[Any, Made] = {
     nn.Identity: ((), (2, 4)),
     nn.Linear: ((4, 4), (2, 4)),
     nn.Flatten: ((), (2, 4, 4)),
     nn.Unflatten: ((1, (2, 2)), (2, 4)),
-    nn.Conv1d: ((4, 4, 1), (2, 4, 4)),
-    nn.Conv2d: ((4, 4, 1), (2, 4, 4, 4)),
-    nn.Conv3d: ((4, 4, 1), (2, 4, 4, 4, 4)),
-    nn.ConvTranspose1d: ((4, 4, 1), (2, 4, 4)),
-    nn.ConvTranspose2d: ((4, 4, 1), (2, 4, 4, 4)),
-    nn.ConvTranspose3d: ((4, 4, 1), (2, 4, 4, 4, 4)),
-    nn.BatchNorm1d: ((4,), (2, 4)),
-    nn.BatchNorm2d: ((4,), (2, 4, 4, 4)),
-    nn.BatchNorm3d: ((4,), (2, 4, 4, 4, 4)),
     nn.GroupNorm: ((2, 4), (2, 4)),
     nn.LayerNorm: ((4,), (2, 4)),
     nn.RMSNorm: ((4,), (2, 4)),
-    nn.InstanceNorm1d: ((4,), (2, 4, 4)),
-    nn.InstanceNorm2d: ((4,), (2, 4, 4, 4)),
-    nn.InstanceNorm3d: ((4,), (2, 4, 4, 4, 4)),
     nn.LocalResponseNorm: ((2,), (2, 4, 4)),
-    nn.MaxPool1d: ((2,), (2, 4, 4)),
-    nn.MaxPool2d: ((2,), (2, 4, 4, 4)),
-    nn.MaxPool3d: ((2,), (2, 4, 4, 4, 4)),
-    nn.AvgPool1d: ((2,), (2, 4, 4)),
-    nn.AvgPool2d: ((2,), (2, 4, 4, 4)),
-    nn.AvgPool3d: ((2,), (2, 4, 4, 4, 4)),
-    nn.AdaptiveAvgPool1d: ((2,), (2, 4, 4)),
-    nn.AdaptiveAvgPool2d: ((2,), (2, 4, 4, 4)),
-    nn.AdaptiveAvgPool3d: ((2,), (2, 4, 4, 4, 4)),
-    nn.AdaptiveMaxPool1d: ((2,), (2, 4, 4)),
-    nn.AdaptiveMaxPool2d: ((2,), (2, 4, 4, 4)),
-    nn.AdaptiveMaxPool3d: ((2,), (2, 4, 4, 4, 4)),
     nn.Upsample: ((None, 2), (2, 4, 4)),
     nn.PixelShuffle: ((2,), (2, 4, 4, 4)),
     nn.PixelUnshuffle: ((2,), (2, 4, 4, 4)),
@@ -284,8 +328,15 @@ deterministic: dict[type[nn.Module], tuple[tuple[Any, ...], tuple[int, ...]]] = 
     nn.UpsamplingNearest2d: ((None, 2), (2, 4, 4, 4)),
     nn.UpsamplingBilinear2d: ((None, 2), (2, 4, 4, 4)),
     nn.FractionalMaxPool2d: ((2, 2), (2, 4, 4)),
-    nn.RReLU: ((), (2, 4)),
 }
+OF_DIMENSIONS: dict[str, tuple[Any, ...]] = {
+    "Conv{}d": (4, 4, 1), "ConvTranspose{}d": (4, 4, 1), "BatchNorm{}d": (4,),
+    "InstanceNorm{}d": (4,), "MaxPool{}d": (2,), "AvgPool{}d": (2,), "AdaptiveAvgPool{}d": (2,),
+    "AdaptiveMaxPool{}d": (2,),
+}  # fmt: skip
+for name, arguments in OF_DIMENSIONS.items():
+    for dim in (1, 2, 3):
+        deterministic[getattr(nn, name.format(dim))] = arguments, (2, 4, *[4] * dim)
 INDICES = {nn.Embedding, nn.EmbeddingBag}
 
 
@@ -329,7 +380,7 @@ def test_a_layer_that_was_switched_to_training_after_it_was_piped_draws() -> Non
         assert bool((pipe(x) == 0).any())
 
 
-# torch.utils.checkpoint inside of a layer ---------------------------------------------------------
+# Compiled and scripted layers ---------------------------------------------------------------------
 
 
 class Dropping(nn.Module):
@@ -371,3 +422,32 @@ def test_compiled_layers_draw_the_same_in_a_recomputation(
         (grad,) = torch.autograd.grad(y.sum(), x)
     assert torch.equal(grad, y)
     assert 0 < (y == 0).sum() < y.numel()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("backend", "deferred"),
+    [
+        ("eager", True), ("aot_eager", False),
+        pytest.param("eager", False, marks=pytest.mark.sweep),
+        pytest.param("aot_eager", True, marks=pytest.mark.sweep),
+        # It generates C++, of what the one before it makes.
+        pytest.param("inductor", False, marks=pytest.mark.sweep),
+        pytest.param("inductor", True, marks=pytest.mark.sweep),
+    ],
+)  # fmt: skip
+def test_statistics_of_compiled_norms_are_updated_once(backend: str, deferred: bool) -> None:
+    torch._dynamo.reset()  # or it would take code that it has compiled for another one
+    norm, expected = nn.BatchNorm1d(16), nn.BatchNorm1d(16)
+    x = torch.randn(4, 16, requires_grad=True)
+    layer: Any = torch.compile(norm, backend=backend)
+    with pipe_of(
+        layer, nn.Identity(), chunks=2, checkpoint="always", deferred_batch_norm=deferred
+    ) as pipe:
+        pipe(x).sum().backward()
+    for part in x.chunk(1 if deferred else 2):
+        expected(part)
+    for found, wanted in zip(norm.buffers(), expected.buffers(), strict=True):
+        torch.testing.assert_close(found, wanted)
