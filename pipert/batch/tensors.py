@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from pipert._torch import pytree
 from pipert._typing import Tensors, Value
-from pipert.batch.trees import ORDINARY, is_opaque, take_apart, unflatten
+from pipert.batch.trees import ORDINARY, take_apart, unflatten
 
 
 def select(
@@ -112,14 +112,12 @@ _WITHOUT_TENSORS = ORDINARY - {Tensor, nn.Parameter} | {slice, type(...)}
 
 def map_each(values: Iterable[Any], bring: Callable[[Tensor], Tensor]) -> list[Any]:
     """Return :func:`map_tensors` of each value. Runs for each call, so it does most by itself."""
-    found = []
-    for value in values:
-        if type(value) is Tensor:
-            value = bring(value)
-        elif type(value) not in _WITHOUT_TENSORS:
-            value = map_tensors(value, bring)
-        found.append(value)
-    return found
+    return [
+        bring(value) if type(value) is Tensor
+        else value if type(value) in _WITHOUT_TENSORS
+        else map_tensors(value, bring)
+        for value in values
+    ]  # fmt: skip
 
 
 def map_tensors(value: Any, bring: Callable[[Tensor], Tensor]) -> Any:
@@ -140,9 +138,8 @@ def map_tensors(value: Any, bring: Callable[[Tensor], Tensor]) -> Any:
         for key, item in list(items):
             if (brought := map_tensors(item, bring)) is not item:
                 value[key] = brought
-    elif not is_opaque(value):
-        return _map_tree(value, bring)
-    return value
+        return value
+    return _map_tree(value, bring)
 
 
 def in_same_object(value: Any, rebuilt: Any) -> Any:

@@ -8,8 +8,8 @@ groups. This package adapts a model to it, so that values, losses and state keys
 from __future__ import annotations
 
 import zlib
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from itertools import islice
 from typing import Any, Self
@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from pipert._torch import NormBase
 from pipert._typing import Device, Value
 from pipert.distributed.rank_messages import RankPlace
 from pipert.distributed.rank_parameters import SharedParameters, check_tied, norm_of_all, tie
@@ -28,7 +27,13 @@ from pipert.distributed.rank_run import RankParts, RankRuntime, check_schedule, 
 from pipert.distributed.rank_stage import StageModule
 from pipert.layers.batchnorm import check_batch_norm
 from pipert.model.settings import check_checkpoint, check_chunks
-from pipert.model.split import check_balance, check_module, sequential, split
+from pipert.model.split import (
+    check_balance,
+    check_module,
+    refuse_shared_norms,
+    sequential,
+    split,
+)
 from pipert.observe.event import Observer
 from pipert.observe.timeline import Timeline
 from pipert.skip.declarations import keys_of, verify_skippables
@@ -340,20 +345,6 @@ def shared_of(
     """Return the parameters whose partitions are on several ranks, from those that use each."""
     having = [(p, sorted({ranks[placement[j]] for j in used})) for p, used in uses.items()]
     return [pair for pair in having if len(pair[1]) > 1]
-
-
-def refuse_shared_norms(partitions: Sequence[Iterable[nn.Module]], placement: list[int]) -> None:
-    """Refuse running statistics that several ranks would update, each with its own calls."""
-    ranks = defaultdict[nn.Module, set[int]](set)
-    for j, modules in enumerate(partitions):
-        for module in modules:
-            if isinstance(module, NormBase) and module.track_running_stats:
-                ranks[module].add(placement[j])
-    if shared := [type(module).__name__ for module, used in ranks.items() if len(used) > 1]:
-        raise ValueError(
-            f"a {shared[0]} is in partitions of several ranks, each of which would update its "
-            "running statistics by its own calls alone; use one for each, or other cuts"
-        )
 
 
 def layout_of(module: nn.Module) -> int:

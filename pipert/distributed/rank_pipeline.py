@@ -16,21 +16,15 @@ from pipert.balance.by_calls import choose_cuts
 from pipert.batch.microbatch import Arguments, arguments_of, ready
 from pipert.distributed.rank_messages import RankPlace
 from pipert.distributed.rank_parameters import Load, materialise, own_tree, stage_modules
-from pipert.distributed.rank_pipe import (
-    RankPipe,
-    Wrap,
-    check_settings,
-    layout_of,
-    refuse_shared_norms,
-    shared_of,
-)
+from pipert.distributed.rank_pipe import RankPipe, Wrap, check_settings, layout_of, shared_of
 from pipert.distributed.rank_run import RankParts, ranks_of
 from pipert.distributed.rank_stage import StageModule, moved
 from pipert.distributed.replay_model import ReplayModel, cuts_of
 from pipert.layers.batchnorm import check_batch_norm
 from pipert.layers.intercepted import intercept, release
+from pipert.model.split import refuse_shared_norms
 from pipert.pipes.base import PipeBase
-from pipert.skip.declarations import declarations
+from pipert.skip.declarations import refuse_skips
 
 __all__ = ["ModulePipe", "pipeline"]
 
@@ -122,11 +116,7 @@ def _check(
         )
     if (cuts is None) == (partitions is None):
         raise ValueError(f"give cuts or partitions, and one of them: {cuts!r} and {partitions!r}")
-    if any(unit for unit in declarations(nn.Sequential(model))):
-        raise TypeError(
-            "the model has layers that stash and pop skips, which are for an nn.Sequential; pass "
-            "the tensors in the model's own code, or make a pipert.distributed.Pipe"
-        )
+    refuse_skips(model)
     if cuts is None or isinstance(cuts, str):
         return cuts  # type: ignore[return-value]
     return list(cuts)

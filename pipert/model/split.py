@@ -130,7 +130,7 @@ def place(
                     "give it memory with module.to_empty(device='cpu'), and load its values"
                 )
     buffers = _shared_buffers(partitions, devices, not copies_buffers)
-    _check_shared_norms(partitions)
+    refuse_shared_norms([[*part.modules()] for part in partitions], range(len(partitions)))
     weights = weights_elsewhere(partitions, devices)
     for partition, staying in zip(partitions, weights, strict=True):
         check_copied(partition, staying)
@@ -165,17 +165,20 @@ def _move_all_but(weights: Sequence[Tensor], module: nn.Module, device: torch.de
     module._apply(move)  # type: ignore[no-untyped-call]
 
 
-def _check_shared_norms(partitions: Sequence[nn.Sequential]) -> None:
+def refuse_shared_norms(
+    partitions: Sequence[Iterable[nn.Module]], placement: Sequence[int]
+) -> None:
+    """Refuse running statistics that partitions of several placements, such as ranks, update."""
     homes: dict[nn.Module, int] = {}
-    for j, partition in enumerate(partitions):
-        for name, module in partition.named_modules():
-            statistics = isinstance(module, NormBase) and module.track_running_stats
-            if statistics and homes.setdefault(module, j) != j:
-                raise ValueError(
-                    f"the normalisation layer {name!r} is used in partitions {homes[module]} and "
-                    f"{j}, which would update its running statistics in no fixed order; choose a "
-                    "balance that puts its uses in one partition, or copy it"
-                )
+    for j, modules in enumerate(partitions):
+        for module in modules:
+            if isinstance(module, NormBase) and module.track_running_stats:
+                if placement[first := homes.setdefault(module, j)] != placement[j]:
+                    raise ValueError(
+                        f"a {type(module).__name__} is used in partitions {first} and {j}, which "
+                        "would update its running statistics in no fixed order; put its uses into "
+                        "one partition, or copy it"
+                    )
 
 
 def _shared_buffers(

@@ -24,7 +24,7 @@ from pipert.model.settings import OF_CALLS, check_keywords, check_timeout
 from pipert.model.split import Partition, move, place, sequential
 from pipert.pipes.base import PipeBase
 from pipert.schedules.plan import Schedule, recomputed_in_each
-from pipert.skip.declarations import declarations
+from pipert.skip.declarations import refuse_skips
 from pipert.stage.loss import own_loss
 from pipert.stage.loss_checks import StepCall
 
@@ -57,6 +57,7 @@ class ModulePipe(PipeBase):
         timeout: float | None = None,
     ) -> None:
         refuse_data_parallel(module)
+        refuse_skips(module)
         names = check_cuts(module, cuts)
         n = len(names) + 1
         super().__init__(n, chunks, checkpoint, schedule, deferred_batch_norm, timeout)
@@ -82,11 +83,6 @@ class ModulePipe(PipeBase):
             for j in range(len(cuts) + 1)
         ]
         self._partitions = tuple(sequential(p, module.training, Partition) for p in partitions)
-        if any(unit for partition in self._partitions for unit in declarations(partition)):
-            raise TypeError(
-                "the model has layers that stash and pop skips, which are for an nn.Sequential; "
-                "pass the tensors in the model's own code, or make a Pipe"
-            )
         place(self._partitions, self._devices, copies_buffers=True)
         outside = homes_outside_of_layers(module, layers, cuts, home_of)
         for path, j in outside.items():
