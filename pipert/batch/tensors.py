@@ -112,12 +112,14 @@ _WITHOUT_TENSORS = ORDINARY - {Tensor, nn.Parameter} | {slice, type(...)}
 
 def map_each(values: Iterable[Any], bring: Callable[[Tensor], Tensor]) -> list[Any]:
     """Return :func:`map_tensors` of each value. Runs for each call, so it does most by itself."""
-    return [
-        bring(value) if type(value) is Tensor
-        else value if type(value) in _WITHOUT_TENSORS
-        else map_tensors(value, bring)
-        for value in values
-    ]  # fmt: skip
+    found = []
+    for value in values:
+        if type(value) is Tensor:
+            value = bring(value)
+        elif type(value) not in _WITHOUT_TENSORS:
+            value = map_tensors(value, bring)
+        found.append(value)
+    return found
 
 
 def map_tensors(value: Any, bring: Callable[[Tensor], Tensor]) -> Any:
