@@ -34,14 +34,9 @@ def check_cuts(model: nn.Module, names: Any) -> tuple[str, ...]:
     is_one = isinstance(names, str | nn.Module) or not isinstance(names, Iterable)
     given: tuple[Any, ...] = (names,) if is_one else tuple(names)
     if is_one or not all(isinstance(name, str) for name in given):
-        name_of = {module: name for name, module in known.items()}
-        got = [name_of.get(each, each) if isinstance(each, nn.Module) else each for each in given]
-        remedy = f"write cuts={got}"
-        if not all(isinstance(name, str) for name in got):
-            remedy = "for a number of partitions, write partitions=2 and example=batch"
-        what = "modules" if any(isinstance(each, nn.Module) for each in given) else repr(names)
         raise TypeError(
-            f"cuts must be a list of names, as in model.named_modules(), got {what}; {remedy}"
+            f"cuts must be a list of names, as in model.named_modules(), got {names!r}; for a "
+            "number of partitions, write partitions=2 and example=batch"
         )
     first = {module: name for name, module in known.items()}
     found = []

@@ -7,6 +7,7 @@ Layers remain the same objects under the same names, so parameters keep their id
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -132,15 +133,17 @@ def place(
     buffers = _shared_buffers(partitions, devices, not copies_buffers)
     refuse_shared_norms([[*part.modules()] for part in partitions], range(len(partitions)))
     weights = weights_elsewhere(partitions, devices)
-    for partition, staying in zip(partitions, weights, strict=True):
-        check_copied(partition, staying)
+    for partition, shared in zip(partitions, weights, strict=True):
+        check_copied(partition, shared)
     for buffer, device in buffers.items():
         buffer.data = buffer.data.to(device)
     for partition, device, shared in zip(partitions, devices, weights, strict=True):
-        if shared or buffers:
-            _move_all_but([*shared, *buffers], partition, device)
-        else:
-            partition.to(device)
+        staying = {id(each) for weight in (*shared, *buffers) for each in (weight, weight.grad)}
+        partition._apply(partial(_moved, device, staying))  # type: ignore[no-untyped-call]
+
+
+def _moved(device: torch.device, staying: set[int], tensor: Tensor) -> Tensor:
+    return tensor if id(tensor) in staying else tensor.to(device)
 
 
 def move(module: nn.Module, name: str, device: torch.device) -> None:
@@ -154,15 +157,6 @@ def move(module: nn.Module, name: str, device: torch.device) -> None:
             tensor.data = tensor.data.to(device)
             if tensor.is_leaf and tensor.grad is not None:
                 tensor.grad = tensor.grad.to(device)
-
-
-def _move_all_but(weights: Sequence[Tensor], module: nn.Module, device: torch.device) -> None:
-    staying = {id(weight) for weight in weights} | {id(weight.grad) for weight in weights}
-
-    def move(tensor: Tensor) -> Tensor:
-        return tensor if id(tensor) in staying else tensor.to(device)
-
-    module._apply(move)  # type: ignore[no-untyped-call]
 
 
 def refuse_shared_norms(

@@ -35,11 +35,6 @@ def layers() -> nn.Sequential:
     return nn.Sequential(*Chain().layers)
 
 
-def cut_at(cuts: Callable[[nn.ModuleList], Any]) -> None:
-    model = Chain()
-    pipeline(model, cuts(model.layers), devices=CPUS)
-
-
 def closed() -> None:
     pipe = pipeline(Chain(), ["layers.2"], devices=CPUS)
     pipe.close()
@@ -106,10 +101,6 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: pipeline(Chain(), wrong(2)), TypeError,
         r"cuts must be a list of names.*got 2; .* write partitions=2 and example=batch",
     ),
-    "modules for cuts": (
-        lambda: cut_at(lambda layers: [layers[1], layers[2]]), TypeError,
-        r"got modules; write cuts=\['layers.1', 'layers.2'\]$",
-    ),
     "a number of devices": (
         lambda: Pipe(layers(), [2, 2], devices=wrong(2)), TypeError,
         r"devices must be a sequence .* got 2; write devices=\['cpu', 'cpu'\], or range\(2\)",
@@ -171,15 +162,6 @@ def test_a_mistake_is_explained(mistake: str) -> None:
     make, kind, told = MISTAKES[mistake]
     with pytest.raises(kind, match=told):
         make()
-
-
-def test_a_model_that_moved_to_meta_under_its_pipe_is_explained() -> None:
-    model = Chain()
-    with pipeline(model, ["layers.2"], devices=CPUS) as pipe:
-        model.to("meta")
-        with pytest.raises(RuntimeError, match="meta") as caught:
-            pipe(X)
-        assert "the model was moved to 'meta': make a new pipe" in "".join(caught.value.__notes__)
 
 
 def test_a_batch_whose_entries_are_arguments_is_explained() -> None:
