@@ -16,6 +16,7 @@ chunk, and of micro-batches that are :func:`ready`, nothing is split, so rows do
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from inspect import signature
 from numbers import Real
 from typing import Any, NamedTuple
@@ -52,6 +53,7 @@ class Arguments(NamedTuple):
     kwargs: dict[str, Any] = {}  # never changed
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Replicate:
     """An argument that goes whole to each micro-batch instead of being split.
 
@@ -61,13 +63,7 @@ class Replicate:
     >>> pipe(x, Replicate(attention_bias))  # doctest: +SKIP
     """
 
-    __slots__ = ("value",)
-
-    def __init__(self, value: Value) -> None:
-        self.value = value
-
-    def __repr__(self) -> str:
-        return f"Replicate({self.value!r})"
+    value: Value
 
 
 class _Scatter(torch.autograd.Function):

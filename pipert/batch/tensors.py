@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from pipert._torch import pytree
 from pipert._typing import Tensors, Value
-from pipert.batch.trees import ORDINARY, is_opaque, take_apart, unflatten
+from pipert.batch.trees import ORDINARY, take_apart, unflatten
 
 
 def select(
@@ -140,9 +140,8 @@ def map_tensors(value: Any, bring: Callable[[Tensor], Tensor]) -> Any:
         for key, item in list(items):
             if (brought := map_tensors(item, bring)) is not item:
                 value[key] = brought
-    elif not is_opaque(value):
-        return _map_tree(value, bring)
-    return value
+        return value
+    return _map_tree(value, bring)
 
 
 def in_same_object(value: Any, rebuilt: Any) -> Any:

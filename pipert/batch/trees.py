@@ -192,8 +192,3 @@ def held_by(value: Any, closed: tuple[type, ...] = CLOSED) -> Iterator[Any]:
             held += [part.__self__]
         yield from held
         left += held
-
-
-def is_opaque(value: Any) -> bool:
-    """Return whether ``value`` is a leaf, and no container of leaves."""
-    return flatten(value, lambda part: part is not value)[1] is None

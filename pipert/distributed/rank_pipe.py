@@ -29,7 +29,7 @@ from pipert.model.settings import check_checkpoint, check_chunks
 from pipert.model.split import (
     check_balance,
     check_module,
-    check_shared_norms,
+    refuse_shared_norms,
     sequential,
     split,
 )
@@ -311,7 +311,7 @@ def parts_of(module: nn.Sequential, balance: list[int], site: RankPlace) -> Rank
     for j, partition in enumerate(partitions):
         for parameter in partition.parameters():
             uses.setdefault(parameter, set()).add(j)
-    check_shared_norms([part.modules() for part in partitions], site.homes)
+    refuse_shared_norms([part.modules() for part in partitions], site.homes)
     modules = {j: _placed(partitions[j], site.device) for j in site.own}
     numbers = {key: number for number, key in enumerate(keys_of(module))}
     skips = [{numbers[key]: key for key in keys_of(part)} for part in partitions]

@@ -28,7 +28,7 @@ from pipert.distributed.rank_stage import StageModule, moved
 from pipert.distributed.replay_model import ReplayModel, cuts_of
 from pipert.layers.batchnorm import check_batch_norm
 from pipert.layers.intercepted import intercept, release
-from pipert.model.split import check_shared_norms, sequential
+from pipert.model.split import refuse_shared_norms, sequential
 from pipert.pipes.base import PipeBase
 
 __all__ = ["ModulePipe", "pipeline"]
@@ -168,7 +168,7 @@ class ModulePipe(RankPipe):
                 [m for layer, used in replayed.layers.items() if j in used for m in layer.modules()]
                 for j in range(cuts.n)
             ]
-            check_shared_norms(called_in, where.homes)
+            refuse_shared_norms(called_in, where.homes)
             here = {p for p, used in replayed.uses.items() if not used.isdisjoint(own)}
             called = {layer for layer, used in replayed.layers.items() if not used.isdisjoint(own)}
             others = {m for layer in replayed.layers.keys() - called for m in layer.modules()}

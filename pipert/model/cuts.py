@@ -21,7 +21,7 @@ from torch import nn
 
 from pipert.layers.compiling import is_compiled_itself
 from pipert.layers.modules import modules_of
-from pipert.skip.declarations import declarations
+from pipert.skip.declarations import keys_of
 
 
 def check_cuts(model: nn.Module, names: Any) -> tuple[str, ...]:
@@ -35,14 +35,9 @@ def check_cuts(model: nn.Module, names: Any) -> tuple[str, ...]:
     is_one = isinstance(names, str | nn.Module) or not isinstance(names, Iterable)
     given: tuple[Any, ...] = (names,) if is_one else tuple(names)
     if is_one or not all(isinstance(name, str) for name in given):
-        name_of = {module: name for name, module in known.items()}
-        got = [name_of.get(each, each) if isinstance(each, nn.Module) else each for each in given]
-        remedy = f"write cuts={got}"
-        if not all(isinstance(name, str) for name in got):
-            remedy = "for a number of partitions, write partitions=2 and example=batch"
-        what = "modules" if any(isinstance(each, nn.Module) for each in given) else repr(names)
         raise TypeError(
-            f"cuts must be a list of names, as in model.named_modules(), got {what}; {remedy}"
+            f"cuts must be a list of names, as in model.named_modules(), got {names!r}; for a "
+            "number of partitions, write partitions=2 and example=batch"
         )
     first = {module: name for name, module in known.items()}
     found = []
@@ -63,7 +58,7 @@ def check_cuts(model: nn.Module, names: Any) -> tuple[str, ...]:
             found.append(f"the cut {name!r} ({kind}) is never called; name a module inside it")
     if found := found or _unseen(model, {known[name]: name for name in given}):
         raise ValueError("; ".join(found))
-    if any(declarations(nn.Sequential(model))):
+    if keys_of(nn.Sequential(model)):
         raise TypeError(
             "the model has layers that stash and pop skips, which are for an nn.Sequential; pass "
             "the tensors in the model's own code, or make a Pipe"

@@ -7,6 +7,7 @@ Layers remain the same objects under the same names, so parameters keep their id
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -130,15 +131,17 @@ def place(
                     "give it memory with module.to_empty(device='cpu'), and load its values"
                 )
     buffers = _shared_buffers(partitions, devices, not copies_buffers)
-    check_shared_norms([partition.modules() for partition in partitions], range(len(devices)))
+    refuse_shared_norms([[*part.modules()] for part in partitions], range(len(devices)))
     weights = weights_elsewhere(partitions, devices)
     for buffer, device in buffers.items():
         buffer.data = buffer.data.to(device)
     for partition, device, shared in zip(partitions, devices, weights, strict=True):
-        if shared or buffers:
-            _move_all_but([*shared, *buffers], partition, device)
-        else:
-            partition.to(device)
+        staying = {id(each) for weight in (*shared, *buffers) for each in (weight, weight.grad)}
+        partition._apply(partial(_moved, device, staying))  # type: ignore[no-untyped-call]
+
+
+def _moved(device: torch.device, staying: set[int], tensor: Tensor) -> Tensor:
+    return tensor if id(tensor) in staying else tensor.to(device)
 
 
 def move(module: nn.Module, name: str, device: torch.device) -> None:
@@ -154,28 +157,20 @@ def move(module: nn.Module, name: str, device: torch.device) -> None:
                 tensor.grad = tensor.grad.to(device)
 
 
-def _move_all_but(weights: Sequence[Tensor], module: nn.Module, device: torch.device) -> None:
-    staying = {id(weight) for weight in weights} | {id(weight.grad) for weight in weights}
-
-    def move(tensor: Tensor) -> Tensor:
-        return tensor if id(tensor) in staying else tensor.to(device)
-
-    module._apply(move)  # type: ignore[no-untyped-call]
-
-
-def check_shared_norms(partitions: Sequence[Iterable[nn.Module]], homes: Sequence[int]) -> None:
-    """Refuse running statistics that partitions with different ``homes`` would update."""
-    first: dict[nn.Module, int] = {}
+def refuse_shared_norms(
+    partitions: Sequence[Iterable[nn.Module]], placement: Sequence[int]
+) -> None:
+    """Refuse running statistics that partitions of several placements, such as ranks, update."""
+    homes: dict[nn.Module, int] = {}
     for j, modules in enumerate(partitions):
         for module in modules:
-            statistics = isinstance(module, NormBase) and module.track_running_stats
-            if statistics and homes[first.setdefault(module, j)] != homes[j]:
-                raise ValueError(
-                    f"the normalisation layer {module} is used in partitions {first[module]} and "
-                    f"{j}, which would update its running statistics in no fixed order, or each by "
-                    "its own calls alone; choose a balance, or cuts, that put its uses in one "
-                    "partition, or copy it"
-                )
+            if isinstance(module, NormBase) and module.track_running_stats:
+                if placement[first := homes.setdefault(module, j)] != placement[j]:
+                    raise ValueError(
+                        f"a {type(module).__name__} is used in partitions {first} and {j}, which "
+                        "would update its running statistics in no fixed order; put its uses into "
+                        "one partition, or copy it"
+                    )
 
 
 def _shared_buffers(

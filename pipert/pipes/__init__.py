@@ -1,1 +1,1 @@
-"""Pipes: what ``Pipe`` and ``ModulePipe`` share, and the script runner that traces them."""
+"""Pipes: the settings, and what ``Pipe`` and ``ModulePipe`` share."""

@@ -18,7 +18,8 @@ __all__ = ["verify_skippables"]
 
 def keys_of(module: nn.Sequential) -> tuple[Key, ...]:
     """Return the skips that layers of a module, such as a partition, stash or pop."""
-    return tuple(dict.fromkeys([one.key for unit in declarations(module) for one in unit]))
+    units = _units(module, "")
+    return tuple(dict.fromkeys([one.key for unit in units for one in _declared_in(*unit)]))
 
 
 class Declared(NamedTuple):
@@ -30,23 +31,14 @@ class Declared(NamedTuple):
     is_stash: bool
 
 
-def declarations(module: nn.Sequential) -> Iterator[list[Declared]]:
-    """Yields the layers' declarations in the order they run, one group per unit.
-
-    Nested Sequentials run in order. Any other layer is a unit, whose submodules may run in any
-    order.
-    """
-    for path, unit in _units(module, ""):
-        yield list(_declared_in(unit, path))
-
-
-def _units(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+def _units(module: nn.Module, path: str) -> Iterator[tuple[nn.Module, str]]:
+    """Yield what runs in a known order, with its path: the layers of nested Sequentials."""
     if isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
         for name, child in module._modules.items():
             if child is not None:
                 yield from _units(child, f"{path}.{name}".lstrip("."))
     else:
-        yield path, module
+        yield module, path
 
 
 def _declared_in(module: nn.Module, path: str) -> Iterator[Declared]:
@@ -73,8 +65,8 @@ def verify_skippables(module: nn.Sequential) -> None:
     stashes: dict[Key, Declared] = {}
     pops: dict[Key, Declared] = {}
     problems = list[str]()
-    for unit in declarations(module):
-        for new in sorted(unit, key=lambda declared: not declared.is_stash):
+    for unit in _units(module, ""):
+        for new in sorted(_declared_in(*unit), key=lambda declared: not declared.is_stash):
             first = (stashes if new.is_stash else pops).setdefault(new.key, new)
             does = f"layer {new.path!r} {'stashes' if new.is_stash else 'pops'} {show(new.key)}"
             if not new.is_stash and new.key not in stashes:

@@ -10,7 +10,7 @@ to the store (``store.py``), and returns what the generator returns.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self, TypeVar
 
@@ -54,6 +54,7 @@ class Skippable(nn.Module):
 
     skip_stashes: ClassVar[frozenset[str]] = frozenset()
     skip_pops: ClassVar[frozenset[str]] = frozenset()
+    _namespaces: Mapping[str, Namespace | None] = {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -82,16 +83,12 @@ class Skippable(nn.Module):
                 f"{type(self).__qualname__} declares the skips {sorted(declared)}, so "
                 f"{sorted(names - declared)} cannot be isolated"
             )
-        self.__dict__["_skip_namespaces"] = self._namespaces() | dict.fromkeys(names, ns)
+        self.__dict__["_namespaces"] = {**self._namespaces, **dict.fromkeys(names, ns)}
         return self
 
     def skip_key(self, name: str) -> Key:
         """Return the key of the skip that this layer calls ``name``."""
-        return self._namespaces().get(name), name
-
-    def _namespaces(self) -> dict[str, Namespace | None]:
-        namespaces: dict[str, Namespace | None] = self.__dict__.get("_skip_namespaces", {})
-        return namespaces
+        return self._namespaces.get(name), name
 
 
 def skippable(

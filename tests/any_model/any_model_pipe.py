@@ -9,7 +9,7 @@ from torch import nn
 
 from pipert.model.split import check_balance, check_module, sequential
 from pipert.pipes.module_pipe import ModulePipe
-from pipert.skip.declarations import declarations
+from pipert.skip.declarations import keys_of
 
 __all__ = ["AnyModelPipe"]
 
@@ -30,7 +30,7 @@ class AnyModelPipe(ModulePipe):
 
     def __init__(self, module: Any, balance: Iterable[int] | None = None, **options: Any) -> None:
         check_module(module)
-        if any(declarations(module)):
+        if keys_of(module):
             import pytest  # not at the top: scripts do without it
 
             pytest.skip("stashes and pops skips, which are for the layers of an nn.Sequential")

@@ -65,12 +65,6 @@ def test_mappings_are_found_at_any_depth(make: Any) -> None:
     assert [len(part.kwargs["more"][1]["inner"][0]["x"]) for part in parts] == [1] * 4
 
 
-@each_mapping
-def test_rows_in_a_mapping_must_agree_and_are_named(make: Any) -> None:
-    with pytest.raises(ValueError, match=r"args\[0\]\['x'\] has 4 and args\[0\]\['y'\] has 3"):
-        scatter((make({"x": rows(4), "y": rows(3)}),), {}, 2)
-
-
 def test_items_that_are_attributes_are_those_of_the_micro_batch() -> None:
     parts: Any = scatter((Both({"x": rows(4)}),), {}, 2)
     assert [len(part.x) for part in parts] == [2, 2]

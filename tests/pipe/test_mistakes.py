@@ -35,11 +35,6 @@ def layers() -> nn.Sequential:
     return nn.Sequential(*Chain().layers)
 
 
-def cut_at(cuts: Callable[[nn.ModuleList], Any]) -> None:
-    model = Chain()
-    pipeline(model, cuts(model.layers), devices=CPUS)
-
-
 def closed() -> None:
     pipe = pipeline(Chain(), ["layers.2"], devices=CPUS)
     pipe.close()
@@ -105,10 +100,6 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a number for cuts": (
         lambda: pipeline(Chain(), wrong(2)), TypeError,
         r"cuts must be a list of names.*got 2; .* write partitions=2 and example=batch",
-    ),
-    "modules for cuts": (
-        lambda: cut_at(lambda layers: [layers[1], layers[2]]), TypeError,
-        r"got modules; write cuts=\['layers.1', 'layers.2'\]$",
     ),
     "a number of devices": (
         lambda: Pipe(layers(), [2, 2], devices=wrong(2)), TypeError,

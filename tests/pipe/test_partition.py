@@ -106,7 +106,7 @@ def test_dropout_draws_in_training_only(training: bool) -> None:
 
 def test_running_statistics_of_two_partitions_are_refused() -> None:
     norm = nn.BatchNorm1d(3)
-    with pytest.raises(ValueError, match="'2' is used in partitions 0 and 1"):
+    with pytest.raises(ValueError, match="a BatchNorm1d is used in partitions 0 and 1"):
         split_to(nn.Sequential(norm, nn.ReLU(), norm), [2, 1], [torch.device("cpu")] * 2)
 
 

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from pipert.skip import Namespace, Skippable, pop, skippable, stash
 from tests.helpers.skip_layers import Forward
-from tests.layers import Apply
 
 
 @skippable(stash=["a", "b"])
@@ -33,31 +32,6 @@ class Pop(Skippable):
 
 def output(*layers: nn.Module) -> float:
     return float(nn.Sequential(*layers)(torch.ones(1, dtype=torch.float64)).item())
-
-
-@pytest.mark.parametrize("namespaces", [(Namespace(), None), (None, Namespace())], ids=str)
-def test_a_layer_does_not_pop_what_was_stashed_in_another_namespace(
-    namespaces: tuple[Namespace | None, Namespace | None],
-) -> None:
-    with pytest.raises(RuntimeError, match="there is no skip 'a'.* to pop"):
-        output(Stash().isolate(namespaces[0]), Pop().isolate(namespaces[1]))
-
-
-@pytest.mark.parametrize("first", [0, 1])
-def test_pairs_of_the_same_names_may_lie_in_each_other_or_cross(first: int) -> None:
-    """1 is stashed, then 2; the factor tells which of them was popped first."""
-    spaces = [Namespace(), Namespace()]
-    popped = output(
-        Stash().isolate(spaces[0]),
-        Apply(lambda x: x + 1),
-        Stash().isolate(spaces[1]),
-        Apply(lambda x: x * 0),
-        Pop().isolate(spaces[first]),
-        Apply(lambda x: x * 1_000_000_000),
-        Pop().isolate(spaces[1 - first]),
-    )
-    skips = [11_000, 22_000]
-    assert popped == skips[first] * 1_000_000_000 + skips[1 - first]
 
 
 def test_each_name_may_be_in_a_namespace_of_its_own() -> None:

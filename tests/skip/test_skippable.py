@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipert.skip import Namespace, Skippable, pop, skippable, stash
+from pipert.skip import Skippable, pop, skippable, stash
 from pipert.skip.store import current_store
 from tests.helpers.skip_layers import Forward, PopAdd, declaring
 from tests.layers import Apply
@@ -73,17 +73,6 @@ def test_the_value_that_is_popped_is_the_one_that_was_stashed() -> None:
     x = one()
     nn.Sequential(Stash(), layer_of(look, pop=["a"]))(x)
     assert popped[0] is x
-
-
-def test_a_helper_may_yield_for_the_forward() -> None:
-    def helper(x: Tensor) -> Forward:
-        yield stash("a", x)
-        return x * 2
-
-    def forward(_: nn.Module, x: Tensor) -> Forward:
-        return (yield from helper(x))
-
-    assert skipped(layer_of(forward, stash=["a"])) == 3
 
 
 def test_a_plain_model_leaves_nothing_behind(no_gc: None) -> None:
@@ -305,20 +294,3 @@ class Extended(Stash):  # type: ignore[misc,valid-type]
 @pytest.mark.parametrize(("kind", "expected"), [(Doubling, 3), (Calling, 11), (Extended, 5)])
 def test_a_subclass_of_a_decorated_class_works(kind: type[nn.Module], expected: float) -> None:
     assert skipped(kind()) == expected
-
-
-def test_a_layer_may_run_another_of_its_class() -> None:
-    """The outer one is not affected by what the inner one stashes."""
-
-    @skippable(stash=["a"])
-    class Outer(Skippable):
-        def __init__(self, inner: nn.Module) -> None:
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, x: Tensor) -> Forward:
-            yield stash("a", x)
-            return self.inner(x)
-
-    inner = nn.Sequential(Outer(nn.Identity()).isolate(Namespace()), nn.Identity())
-    assert skipped(Outer(inner)) == 2

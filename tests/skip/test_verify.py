@@ -190,11 +190,6 @@ def test_a_pipe_in_a_layer_has_skips_of_its_own() -> None:
         verify_skippables(nn.Sequential(s("a"), Together(inner), inner, p("a")))
 
 
-def test_a_skip_cannot_go_into_a_pipe_in_a_layer() -> None:
-    with pytest.raises(TypeError, match="layer '0' pops 'a'"):
-        Pipe(nn.Sequential(p("a")), [1], devices=["cpu"])
-
-
 def test_a_layer_that_is_isolated_in_a_pipe_is_told_that_it_is_too_late() -> None:
     model, namespace = nn.Sequential(s("a"), p("a")), Namespace()
     with Pipe(model, [1, 1], devices=["cpu"] * 2) as pipe:

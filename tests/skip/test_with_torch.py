@@ -74,15 +74,6 @@ def test_a_hook_on_the_skip_itself_sees_its_gradient(checkpoint: str) -> None:
         same(seen, [last.layer(x)])
 
 
-# torch.func ---------------------------------------------------------------------------------------
-
-
-def test_a_plain_model_may_be_called_with_other_parameters() -> None:
-    module, other, x = model(), model(), torch.randn(4, 2)
-    parameters: dict[str, Tensor] = dict(other.named_parameters())
-    same(torch.func.functional_call(module, parameters, (x,)), other(x))
-
-
 # torch.compile ------------------------------------------------------------------------------------
 
 
