@@ -235,7 +235,9 @@ class MicroBatchForward:
         try:
             return self._current.call(layer, call, args, kwargs)
         except BaseException as error:
-            add_note(error, partial(self._current.note_of_call, layer, args, kwargs))
+            if self._stage is not None:
+                note = self._stage.layers.note_of_call
+                add_note(error, partial(note, self.i, layer.name, args, kwargs))
             raise
         finally:
             self._is_in_layer = False
