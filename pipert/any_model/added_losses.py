@@ -70,15 +70,22 @@ class LossesAddUp:
         return self._is_clear.get(kind, True)
 
     def take(self, check: LossCheck, run: Callable[[], T]) -> T | None:
-        """Return what ``run`` returns; ``None``, and what it has changed is as before, if the
-        losses do not add up."""
-        before = Before(check.model) if check.is_due else None
+        """Return what ``run`` returns; ``None``, as if it had not run, if the losses do not add up.
+
+        That puts back the CPU's random state and small buffers. Large ones are seldom statistics,
+        but may be the weights of a quantised model.
+        """
+        state = torch.get_rng_state() if check.is_due else None
+        buffers = [x.data for x in (check.model.buffers() if check.is_due else ())]
+        before = [(x, x.clone()) for x in buffers if x.numel() <= SMALL]
         try:
             found = run()
         except LossesDoNotAddUp:
-            assert before is not None
+            assert state is not None
             self._is_clear[check.kind] = False
-            before.restore()
+            torch.set_rng_state(state)
+            for buffer, old in before:  # all: batch norm changes them without a new version
+                buffer.copy_(old)
             return None
         if check.is_clear:
             self._is_clear[check.kind] = True
@@ -102,24 +109,6 @@ class LossesAddUp:
         if found is None:
             return take(call if check.is_counted else call._replace(chunks=1))
         return found
-
-
-class Before:
-    """What a run that ends early must not have changed: the CPU's random state and small buffers.
-
-    Large ones are seldom statistics, but may be the weights of a quantised model.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._state = torch.get_rng_state()
-        small = [x for x in model.buffers() if x.numel() <= SMALL]
-        self._buffers = [(x.data, x.detach().clone()) for x in small]
-
-    def restore(self) -> None:
-        """Put all back. Batch norm changes buffers without a new version."""
-        torch.set_rng_state(self._state)
-        for buffer, before in self._buffers:
-            buffer.copy_(before)
 
 
 class LossesDoNotAddUp(Exception):

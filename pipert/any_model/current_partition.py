@@ -245,10 +245,6 @@ class CurrentPartition:
             shared.called_in.setdefault(used.module, j)
         return parameters.wrap(j, [layer.module, *modules], call, self._copy_of)
 
-    def note_of_call(self, layer: ModelLayer, args: Any, kwargs: dict[str, Any]) -> str:
-        """Return the note for an error that ``layer`` raised."""
-        return self._stage.layers.note_of_call(self._i, layer.name, args, kwargs)
-
     def _copy_of(self, weight: Tensor) -> Tensor:
         """Return the copy of a parameter or buffer in the current partition, or itself."""
         stage, copies = self._stage, self._model_run.parameters

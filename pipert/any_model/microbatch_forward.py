@@ -217,7 +217,9 @@ class MicroBatchForward:
         layer = self._layers.get(module)
         if self._is_in_layer or layer is None:
             if module is self._model:
-                self._note_call_of_model()
+                self._calls_of_model += 1
+                if self._calls_of_model == 2 and self._n > 1:
+                    warnings.warn(_CALLED_AGAIN, UserWarning, stacklevel=3)
             if module in self._layers.encoders:
                 return self._current.call(None, call, args, kwargs)
             return call(*args, **kwargs)
@@ -228,27 +230,17 @@ class MicroBatchForward:
         if layer.begins > self.j:
             self._layers.begun.add(layer.begins)
             self._go_on_to(layer.begins)
-        if self._stage is None:
-            raise Unwound
+        self._current_stage()
         self._is_in_layer = True
         try:
             return self._current.call(layer, call, args, kwargs)
         except BaseException as error:
-            add_note(error, partial(self._current.note_of_call, layer, args, kwargs))
+            if self._stage is not None:
+                note = self._stage.layers.note_of_call
+                add_note(error, partial(note, self.i, layer.name, args, kwargs))
             raise
         finally:
             self._is_in_layer = False
-
-    def _note_call_of_model(self) -> None:
-        self._calls_of_model += 1
-        if self._calls_of_model == 2 and self._n > 1:
-            warnings.warn(
-                "the model is called again for the same micro-batch, which is in the last "
-                "partition by then: all its layers run there, with their parameters copied to its "
-                "device. Call it once, with the rows of both calls, if you can",
-                UserWarning,
-                stacklevel=4,
-            )
 
     def _go_on_to(self, j: int) -> None:
         """Hand back the current partition, and wait for partition ``j``."""
@@ -293,6 +285,11 @@ _COMPILED = (
     "if torch.compile has made a function that the model's own code calls between its layers: "
     "nothing is brought to the device of a partition for it; make it a module, or leave it "
     "uncompiled"
+)
+_CALLED_AGAIN = (
+    "the model is called again for the same micro-batch, which is in the last partition by then: "
+    "all its layers run there, with their parameters copied to its device. Call it once, with the "
+    "rows of both calls, if you can"
 )
 _CUT_IN_CHECKPOINT = (
     "the cut at {} is in the middle of a function that torch.utils.checkpoint runs, which would be "

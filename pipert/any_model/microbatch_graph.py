@@ -43,14 +43,13 @@ from pipert.stage.step import Step
 
 
 class _Boundary:
-    """A boundary tensor, with its version and node, and its original's version, at first."""
+    """A boundary tensor, with its version and node at first."""
 
-    __slots__ = ("first_node", "first_version", "original", "tensor", "version")
+    __slots__ = ("first_node", "first_version", "original", "tensor")
 
     def __init__(self, original: Tensor, tensor: Tensor) -> None:
         self.original, self.tensor = original, tensor
-        self.version, self.first_version = version(original), version(tensor)
-        self.first_node = tensor.grad_fn
+        self.first_version, self.first_node = version(tensor), tensor.grad_fn
 
     def has_changed(self) -> bool:
         return version(self.tensor) != self.first_version
@@ -79,9 +78,7 @@ class BoundaryTensors:
     def find(self, tensor: Tensor) -> Tensor | None:
         """Return the boundary tensor that ``tensor`` already has in this partition (rule 1)."""
         found = self._current.get(id(tensor))
-        if found is None or not self._cuts and found.version != version(tensor):
-            return None
-        return found.tensor
+        return None if found is None else found.tensor
 
     def with_whole_gradient(self, tensor: Tensor) -> Tensor:
         """Return the tensor whose gradient is the sum over all partitions (rule 4)."""

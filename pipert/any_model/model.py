@@ -14,6 +14,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -88,13 +89,11 @@ class MicroBatchThreads(Pool):
                 raise PipeClosedError("the pipe was closed during the call")
 
     def _take_idle(self) -> MicroBatchThread | None:
-        while self._idle:
-            try:
+        with suppress(IndexError):
+            while True:
                 thread = self._idle.pop()  # atomic: no other caller gets it
-            except IndexError:
-                break
-            if thread.serves():
-                return thread
+                if thread.serves():
+                    return thread
         return None
 
     def _start_new(self) -> MicroBatchThread:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import pipert
 from tests.any_model.piped import CHUNKS, How, each_how
+from tests.helpers.ways import grads_of
 
 pytestmark = [pytest.mark.cuda, pytest.mark.multi_gpu]
 
@@ -57,21 +58,28 @@ def loss_of(output: dict[str, Tensor], target: Tensor) -> Tensor:
     return (output["logits"] - target).square().mean() + output["scale"].square().mean()
 
 
-def take_step(
-    model: nn.Module, how: How, x: Tensor, target: Tensor, gpus: tuple[int, ...] = (0, 1, 0)
-) -> Tensor:
-    options: dict[str, Any] = {"devices": [f"cuda:{k}" for k in gpus], "chunks": CHUNKS}
-    cuts = ["layers.1", "layers.3"]
+def train(
+    model: nn.Module, cuts: list[str], devices: list[str], how: How, x: Tensor, target: Tensor,
+    loss_fn: Callable[[Any, Tensor], Tensor] = nn.functional.mse_loss, **more: Any,
+) -> Tensor:  # fmt: skip
+    """Goes forward and backward in a pipe, and returns the loss."""
+    options: dict[str, Any] = {"devices": devices, "chunks": CHUNKS}
     with pipert.pipeline(model, cuts, checkpoint=how.checkpoint, **options) as pipe:
         if how.schedule:
             loss: Tensor = pipe.forward_backward(
-                x, loss_fn=loss_of, target=target, schedule=how.schedule
+                x, loss_fn=loss_fn, target=target, schedule=how.schedule, **more
             )
             return loss
-        output = pipe(x)
-        loss = loss_of(output, target.to(output["logits"].device))
+        loss = loss_fn(pipe(x), target.to(devices[-1]))
         go_back(loss)
-    return loss
+    return loss.detach()
+
+
+def take_step(
+    model: nn.Module, how: How, x: Tensor, target: Tensor, gpus: tuple[int, ...] = (0, 1, 0)
+) -> Tensor:
+    devices = [f"cuda:{k}" for k in gpus]
+    return train(model, ["layers.1", "layers.3"], devices, how, x, target, loss_of)
 
 
 @contextlib.contextmanager
@@ -87,7 +95,7 @@ def test_arguments_on_the_cpu_are_copied_if_all_partitions_share_one_gpu(how: Ho
     model, (x, target) = Tied().double(), torch.randn(2, 6, 8, dtype=torch.float64)
     expected = loss_of(model(x), target).detach()
     loss = take_step(model, how, x, target, gpus=(1, 1, 1))
-    torch.testing.assert_close(loss.detach().cpu(), expected)
+    torch.testing.assert_close(loss.cpu(), expected)
 
 
 @each_how
@@ -107,10 +115,8 @@ def test_parameters_and_values_of_another_partition_are_copied(
     go_back(expected)
     seen.clear()
     loss = take_step(model, how, x, target)
-    torch.testing.assert_close(loss.detach().cpu(), expected.detach())
-    for (name, own), other in zip(model.named_parameters(), plain.parameters(), strict=True):
-        assert own.grad is not None and other.grad is not None
-        torch.testing.assert_close(own.grad.cpu(), other.grad, msg=name)
+    torch.testing.assert_close(loss.cpu(), expected.detach())
+    torch.testing.assert_close(grads_of(model), grads_of(plain), check_device=False)
     if hooked and how.schedule:
         (gradient,) = seen
         assert plain.position.grad is not None
@@ -210,14 +216,7 @@ def test_graphs_and_leaves_of_the_caller_may_be_on_another_device(how: How) -> N
         if device == "cpu":
             go_back(nn.functional.mse_loss(own(x), target))
         else:
-            options: dict[str, Any] = {"devices": ["cuda:0", "cuda:1"], "chunks": CHUNKS}
-            with pipert.pipeline(own, ["last"], checkpoint=how.checkpoint, **options) as pipe:
-                if how.schedule:
-                    loss_fn = nn.functional.mse_loss
-                    pipe.forward_backward(x, target=target, loss_fn=loss_fn)
-                else:
-                    y = pipe(x)
-                    go_back(nn.functional.mse_loss(y, target.to(y.device)))
+            train(own, ["last"], ["cuda:0", "cuda:1"], how, x, target)
         found.append([t.grad.cpu() for t in (leaf, other, *own.parameters()) if t.grad is not None])
     assert len(found[0]) == 6
     torch.testing.assert_close(*found)
@@ -250,18 +249,8 @@ def test_no_gradient_is_added_to_one_that_is_being_copied(how: How, shape: tuple
     model = copy.deepcopy(plain)
     model.zero_grad()
     devices = ["cuda:0", "cuda:1"]
-    with pipert.pipeline(
-        model, ["b"], devices=devices, chunks=CHUNKS, checkpoint=how.checkpoint
-    ) as pipe:
-        if how.schedule:
-            pipe.forward_backward(
-                x, loss_fn=lambda y, _: y.square().sum(), target=x, reduction="sum",
-                schedule=how.schedule,
-            )  # fmt: skip
-        else:
-            go_back(pipe(x).square().sum())
-    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad, check_device=False)
+    train(model, ["b"], devices, how, x, x, lambda y, _: y.square().sum(), reduction="sum")
+    torch.testing.assert_close(grads_of(model), grads_of(plain), check_device=False)
 
 
 class Changing(nn.Module):
@@ -290,17 +279,8 @@ def test_later_partitions_see_an_in_place_change_of_a_copied_tensor(how: How, th
     model, (x, target) = Changing().double(), torch.randn(2, 6, 8, dtype=torch.float64)
     plain, loss_fn = copy.deepcopy(model), nn.functional.mse_loss
     go_back(loss_fn(plain(x), target))
-    options: dict[str, Any] = {"devices": ["cuda:0", "cuda:1", third], "chunks": CHUNKS}
-    cuts = ["second", "last"]
-    with pipert.pipeline(model, cuts, checkpoint=how.checkpoint, **options) as pipe:
-        if how.schedule:
-            pipe.forward_backward(x, target=target, loss_fn=loss_fn)
-        else:
-            y = pipe(x)
-            go_back(loss_fn(y, target.to(y.device)))
-    for own, other in zip(model.parameters(), plain.parameters(), strict=True):
-        assert own.grad is not None and other.grad is not None
-        torch.testing.assert_close(own.grad.cpu(), other.grad)
+    train(model, ["second", "last"], ["cuda:0", "cuda:1", third], how, x, target)
+    torch.testing.assert_close(grads_of(model), grads_of(plain), check_device=False)
 
 
 class Dropping(nn.Module):

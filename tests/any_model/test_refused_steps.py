@@ -43,7 +43,6 @@ def test_an_error_of_the_function_says_where_and_adds_nothing(before: bool) -> N
     [
         (lambda y: None, "step must return a tensor of one element, got None"),
         (lambda y: y["logits"], "step must return a tensor of one element, got float64"),
-        (lambda y: y["norm"].item(), "step must return a tensor of one element, got"),
         (lambda y: (y["norm"], 1, 2), "step must return"),
         (lambda y: (y["logits"], y["norm"]), "step must return a tensor of one element"),
         (lambda y: y["norm"] * 1j, "step must return a real number"),
@@ -63,7 +62,6 @@ def test_what_is_no_loss_is_refused(returned: Any, message: str) -> None:
         ({"target": [1, 2, 3, 4]}, TypeError, "takes no loss_fn and no target"),
         ({"step": 3}, TypeError, "step must be a function"),
         ({"microbatches": []}, ValueError, "at least one entry"),
-        ({"step": lambda b: torch.ones(())}, RuntimeError, "called no layer"),
     ],
 )
 def test_what_a_step_cannot_begin_with_is_refused(given: Any, error: Any, message: str) -> None:

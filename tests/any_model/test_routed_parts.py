@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import pipert
 from pipert.batch.joining import gather
+from tests.helpers.ways import grads_of
 
 
 class Encoder(nn.Module):
@@ -64,8 +65,7 @@ def test_a_part_that_the_model_calls_in_its_own_way_computes_as_in_the_plain_mod
     plain(x).sum().backward()
     with pipert.pipeline(model, cuts, devices=["cpu"] * 3, chunks=2, timeout=30) as pipe:
         pipe(x).sum().backward()
-    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(found.grad, expected.grad)
+    torch.testing.assert_close(grads_of(model), grads_of(plain))
 
 
 def rows_of(y: Tensor) -> list[Any]:
@@ -172,9 +172,7 @@ def test_a_cut_where_a_checkpointed_function_begins_is_right_on_gpus(
             pipe.forward_backward(x, loss_fn=lambda y, _: y.sum(), reduction="sum")
         else:
             pipe(x).sum().backward()
-    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
-        assert found.grad is not None
-        torch.testing.assert_close(found.grad.cpu(), expected.grad)
+    torch.testing.assert_close(grads_of(model), grads_of(plain), check_device=False)
 
 
 # On GPUs ------------------------------------------------------------------------------------------
@@ -232,9 +230,7 @@ def test_a_layer_called_by_itself_brings_its_arguments_to_its_device(there: str,
         z = model.add(torch.cat(chunks), others=[y, call(model.encoder, y)])
         z.square().sum().backward()
         assert pipe.statistics().runs == 0
-    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
-        assert found.grad is not None
-        torch.testing.assert_close(found.grad.cpu(), expected.grad)
+    torch.testing.assert_close(grads_of(model), grads_of(plain), check_device=False)
 
 
 @pytest.mark.multi_gpu
@@ -251,9 +247,7 @@ def test_a_model_on_two_gpus_trains_on_when_its_pipe_is_closed(tied: bool) -> No
             pipe(x).sum().backward()
     model(x).sum().backward()
     assert not any(type(value).__module__.startswith("pipert") for value in vars(model).values())
-    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-        assert one.grad is not None
-        torch.testing.assert_close(one.grad.cpu(), other.grad)
+    torch.testing.assert_close(grads_of(model), grads_of(plain), check_device=False)
     pipert.pipeline(model, ["1"], devices=["cpu"] * 2).close()
     of_layers = [value for layer in model for value in vars(layer).values()]
     assert not any(type(value).__module__.startswith("pipert") for value in of_layers)

@@ -213,4 +213,4 @@ def test_on_gpus_the_function_is_the_plain_loop_s(
             step=lambda b: step(model, b), schedule=schedule,
         )  # fmt: skip
     same(found.cpu(), loss)
-    same({k: None if g is None else g.cpu() for k, g in grads_of(model).items()}, grads)
+    torch.testing.assert_close(grads_of(model), grads, rtol=1e-12, atol=1e-16, check_device=False)
