@@ -20,7 +20,6 @@ __all__ = ["Event", "Observer", "RunInfo"]
 _LETTERS = {RULES[letter].phase: letter for letter in "FRBW"}
 COMPUTE = FORWARD, RECOMPUTE, BACKWARD, WEIGHT = tuple(_LETTERS)
 COPY, WAIT = "copy", "wait"
-KINDS = (*COMPUTE, COPY, WAIT)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,6 @@ from pipert.observe.event import (
     BACKWARD,
     COPY,
     FORWARD,
-    KINDS,
     RECOMPUTE,
     WAIT,
     WEIGHT,
@@ -118,10 +117,6 @@ class Timeline:
         devices: the device of each partition.
         workers: the worker of each partition, counted from 0. Default: as in a pipe, one per
             CUDA device and per ``'cpu'``.
-        failed: the numbers of the calls that failed or were cancelled. Default: none.
-
-    Raises:
-        ValueError: the arguments are inconsistent; the first bad event is named.
     """
 
     def __init__(
@@ -129,12 +124,11 @@ class Timeline:
         events: Iterable[Event],
         devices: Sequence[torch.device | str],
         workers: Sequence[int] | None = None,
-        failed: Iterable[int] = (),
     ) -> None:
         self.devices = tuple(torch.device(device) for device in devices)
         """The device of each partition."""
         self._workers = tuple(assign_workers(self.devices) if workers is None else workers)
-        self.failed = set(failed)
+        self.failed = set[int]()
         """The calls that failed or were cancelled, which the report leaves out."""
         self._events = tuple(events)
         # Of a recording. Threads note spans at the same time: the list is only ever appended to,
@@ -143,10 +137,6 @@ class Timeline:
         self._origin = Origin(())
         self._is_open = False
         self._in_one: dict[str, None] = {}  # why calls had one micro-batch, though more were asked
-        n = len(self.devices)
-        for event in self._events:
-            if event.kind not in KINDS or not 0 <= event.partition < n:
-                raise ValueError(f"{event} is of no kind in {KINDS}, or not in {n} partitions")
 
     @property
     def events(self) -> tuple[Event, ...]:
