@@ -21,7 +21,7 @@ from pipert.errors import (
     WorkerBusyError,
     WorkerDiedError,
 )
-from pipert.observe.event import Event, Observer, RunInfo, TaskInfo
+from pipert.observe.event import Event, Observer, RunInfo
 from pipert.observe.timeline import Timeline
 from pipert.pipe import Pipe
 from pipert.pipeline import pipeline
@@ -33,7 +33,7 @@ from pipert.recompute.public import (
     is_recomputing,
     never_recompute,
 )
-from pipert.status import Statistics, TaskStatus, WorkerStatistics
+from pipert.status import Statistics, TaskInfo, WorkerStatistics
 
 __version__ = "0.1.0"
 
@@ -54,7 +54,6 @@ __all__ = [
     "SharedStateWarning",
     "Statistics",
     "TaskInfo",
-    "TaskStatus",
     "Timeline",
     "TransformError",
     "WholeBatchWarning",

@@ -96,8 +96,8 @@ class Pipe(PipeBase):
         self._partitions = split(module, self._balance)
         place(self._partitions, self._devices)
         self.training = module.training
-        # Not add_module: it refuses layers named like an attribute of this class.
-        self._modules.update(module._modules)
+        for name, layer in module._modules.items():
+            super().add_module(name, layer)
         for name in HOOK_TABLES:  # the pipe must run the module's hooks as well
             self.__dict__[name] = module.__dict__[name]
         self.__dict__["_hooked"] = module
@@ -107,14 +107,10 @@ class Pipe(PipeBase):
         return Layered(self._partitions, tuple(map(keys_of, self._partitions)))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if isinstance(value, nn.Module):
+        if isinstance(value, nn.Module) or name in self._modules:
             self.add_module(name, value)
-        elif name not in self._modules:
-            super().__setattr__(name, value)
-        elif name.startswith("_") or name in vars(self) or hasattr(type(self), name):
-            object.__setattr__(self, name, value)  # a layer has the name of a setting
         else:
-            self.add_module(name, None)
+            super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
         if name in self._modules:

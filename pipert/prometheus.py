@@ -25,9 +25,9 @@ ends its threads and disappears. All methods are thread-safe, and may be called 
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Iterable
 from typing import Any
+from weakref import WeakValueDictionary
 
 try:
     from prometheus_client import REGISTRY, CollectorRegistry
@@ -55,7 +55,7 @@ class PipeMetrics(Collector):
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
         self._lock = threading.Lock()
-        self._pipes: dict[str, weakref.ref[Any]] = {}
+        self._pipes = WeakValueDictionary[str, Any]()
         registry.register(self)
 
     def add(self, pipe: Any, name: str) -> None:
@@ -63,7 +63,7 @@ class PipeMetrics(Collector):
         if not hasattr(pipe, "statistics"):
             raise TypeError(f"pipe must be a pipe, got {pipe!r}; write metrics.add(pipe, name)")
         with self._lock:
-            self._pipes[name] = weakref.ref(pipe)
+            self._pipes[name] = pipe
 
     def collect(self) -> Iterable[Metric]:
         """Return the current metrics; before there is a pipe, their names."""
@@ -76,9 +76,8 @@ class PipeMetrics(Collector):
         depth = GaugeMetricFamily("pipert_worker_queue_depth", "Tasks not begun.", labels=each)
         age = GaugeMetricFamily("pipert_worker_task_age_seconds", "Time of the task.", labels=each)
         with self._lock:
-            alive = {k: pipe for k, found in self._pipes.items() if (pipe := found()) is not None}
-            self._pipes = {name: self._pipes[name] for name in alive}
-        for name, pipe in alive.items():  # not under the lock, since pipes have their own
+            alive = [*self._pipes.items()]
+        for name, pipe in alive:  # not under the lock, since pipes have their own
             now = pipe.statistics()
             runs.add_metric([name, "succeeded"], now.succeeded)
             runs.add_metric([name, "failed"], now.failures)

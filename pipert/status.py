@@ -1,4 +1,4 @@
-"""Defines snapshots of a pipe's activity: frozen values, made on request.
+"""Defines what is told of a pipe's activity: frozen values.
 
 They hold strings and numbers, no tensors and no threads, so they can be kept, compared and sent.
 """
@@ -10,24 +10,25 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Statistics", "TaskStatus", "WorkerStatistics"]
+__all__ = ["Statistics", "TaskInfo", "WorkerStatistics"]
 
 WAITING = "waiting for input"
 
 
 @dataclass(frozen=True, slots=True)
-class TaskStatus:
-    """The task of a worker at one moment."""
+class TaskInfo:
+    """Identifies a task: ``F[i,j]`` or ``R[i,j]``, in a step also ``B[i,j]`` and ``W[i,j]``."""
 
     run: int
-    """The number of its call, counted from 0."""
+    """The number of the call, counted from 0 for each pipe."""
     phase: str
-    """``'forward'`` or ``'waiting for input'``; in a step of ``forward_backward`` also
-    ``'recomputation'``, ``'backward'`` or ``'weight gradient'``."""
+    """``'forward'``, ``'recomputation'``, ``'backward'`` or ``'weight gradient'``; of a worker also
+    ``'waiting for input'``."""
     partition: int
     micro_batch: int
-    seconds: float
-    """The seconds it has taken so far."""
+    device: torch.device
+    seconds: float = 0.0
+    """Of a worker's task, the seconds it has taken so far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ class WorkerStatistics:
     On CUDA a task is over when its kernels are queued."""
     queue_depth: int
     """The approximate number of tasks in its in-queue."""
-    doing: TaskStatus | None
+    doing: TaskInfo | None
     """The current task; ``None`` if idle."""
 
 

@@ -11,7 +11,7 @@ Nothing else in pipert imports this module::
 
 A plain trainer works, too, since calls of the model go through its pipe: each of its batches goes
 forward, then backward. With the mixin, the batches of one gradient accumulation are the
-micro-batches of one step, under 1F1B, with the loss and the metrics of the trainer that it is mixed
+micro-batches of one step of the pipe, with the loss and the metrics of the trainer that it is mixed
 into:
 
 1. In a training step the trainer gets a one in place of the loss. What it makes of that, such as a
@@ -63,7 +63,6 @@ class Pipelined(_Base):  # type: ignore[misc,unused-ignore]
 
     Args:
         *args: as of the trainer. Its model is in a pipe, see :func:`pipert.pipeline`.
-        schedule: the schedule of a step, as in :class:`pipert.Pipe`. Default: the pipe's.
         **kwargs: likewise.
 
     Raises:
@@ -71,7 +70,7 @@ class Pipelined(_Base):  # type: ignore[misc,unused-ignore]
         ValueError: the arguments ask for something a pipe cannot do, such as several processes.
     """
 
-    def __init__(self, *args: Any, schedule: Any = None, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         given = [one for one in (*args, *kwargs.values()) if isinstance(one, TrainingArguments)]
         names = "gradient_checkpointing", "activation_checkpointing"  # the older one, and the newer
         recomputes = any(getattr(one, name, False) for one in given for name in names)
@@ -79,7 +78,6 @@ class Pipelined(_Base):  # type: ignore[misc,unused-ignore]
             _check(one)
             for name in names:  # the model's own would recompute what the pipe does
                 setattr(one, name, False)
-        self._pipe_schedule = schedule
         self._pipe_kept: list[tuple[Any, Any, Tensor]] = []
         self._pipe_losses = LossesAddUp()
         super().__init__(*args, **kwargs)
@@ -165,7 +163,7 @@ class Pipelined(_Base):  # type: ignore[misc,unused-ignore]
 
         run = partial(
             self.pipe.forward_backward, microbatches=microbatches, step=step, reduction="sum",
-            schedule=self._pipe_schedule, loss_scale=gradient / factor,
+            loss_scale=gradient / factor,
         )  # fmt: skip
         with self.compute_loss_context_manager():
             total = self._pipe_losses.take(check, run)

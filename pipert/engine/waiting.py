@@ -32,7 +32,7 @@ from pipert.errors import (
     WorkerDiedError,
 )
 from pipert.stage.run import Outcome, Run
-from pipert.status import WAITING, TaskStatus, WorkerStatistics, table
+from pipert.status import WAITING, TaskInfo, WorkerStatistics, table
 from pipert.workers.pool import Pool
 from pipert.workers.worker import CHECK, WorkerThread
 
@@ -138,7 +138,7 @@ class Waiting:
                 return True
         return True
 
-    def _tasks_of(self, run: Run) -> list[TaskStatus]:
+    def _tasks_of(self, run: Run) -> list[TaskInfo]:
         """Return the tasks of ``run`` that workers, and the clock, execute or wait for."""
         tasks = [worker.doing for worker in self._pool.statistics()]
         return [task for task in tasks if task is not None and task.run == run.number]

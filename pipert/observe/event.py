@@ -12,14 +12,14 @@ from dataclasses import dataclass
 import torch
 
 from pipert.schedules.action import RULES, Action
+from pipert.status import TaskInfo
 
-__all__ = ["Event", "Observer", "RunInfo", "TaskInfo"]
+__all__ = ["Event", "Observer", "RunInfo"]
 
 
 _LETTERS = {RULES[letter].phase: letter for letter in "FRBW"}
 COMPUTE = FORWARD, RECOMPUTE, BACKWARD, WEIGHT = tuple(_LETTERS)
 COPY, WAIT = "copy", "wait"
-KINDS = (*COMPUTE, COPY, WAIT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,19 +73,6 @@ class RunInfo:
     """Counted from 0 for each pipe."""
     micro_batches: int
     partitions: int
-
-
-@dataclass(frozen=True, slots=True)
-class TaskInfo:
-    """Identifies a task: ``F[i,j]`` or ``R[i,j]``, in a step also ``B[i,j]`` and ``W[i,j]``."""
-
-    run: int
-    """The number of the call."""
-    phase: str
-    """``'forward'``, ``'recomputation'``, ``'backward'`` or ``'weight gradient'``."""
-    partition: int
-    micro_batch: int
-    device: torch.device
 
 
 class Observer:

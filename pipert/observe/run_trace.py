@@ -30,12 +30,12 @@ from torch.autograd.profiler import record_function
 
 from pipert._torch import backward_id, node_count, outputs_of, profiler_is_on, sequence_nr
 from pipert.autograd.leaves import find_leaves, is_cast_of_leaf
-from pipert.observe.event import BACKWARD, Event, Observer, RunInfo, TaskInfo
+from pipert.observe.event import BACKWARD, Event, Observer, RunInfo
 from pipert.observe.timeline import Origin, Span, Timeline, stamp
 from pipert.queues.locks import ProcessLock
 from pipert.schedules.action import RECOMPUTE, Action
 from pipert.schedules.plan import Plan
-from pipert.status import Statistics, WorkerStatistics
+from pipert.status import Statistics, TaskInfo, WorkerStatistics
 from pipert.workers.context import NOTHING
 
 _log = logging.getLogger("pipert")

@@ -10,7 +10,6 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -21,7 +20,6 @@ from pipert.observe.event import (
     BACKWARD,
     COPY,
     FORWARD,
-    KINDS,
     RECOMPUTE,
     WAIT,
     WEIGHT,
@@ -119,10 +117,6 @@ class Timeline:
         devices: the device of each partition.
         workers: the worker of each partition, counted from 0. Default: as in a pipe, one per
             CUDA device and per ``'cpu'``.
-        failed: the numbers of the calls that failed or were cancelled. Default: none.
-
-    Raises:
-        ValueError: the arguments are inconsistent; the first bad event is named.
     """
 
     def __init__(
@@ -130,12 +124,11 @@ class Timeline:
         events: Iterable[Event],
         devices: Sequence[torch.device | str],
         workers: Sequence[int] | None = None,
-        failed: Iterable[int] = (),
     ) -> None:
         self.devices = tuple(torch.device(device) for device in devices)
         """The device of each partition."""
         self._workers = tuple(assign_workers(self.devices) if workers is None else workers)
-        self.failed = set(failed)
+        self.failed = set[int]()
         """The calls that failed or were cancelled, which the report leaves out."""
         self._events = tuple(events)
         # Of a recording. Threads note spans at the same time: the list is only ever appended to,
@@ -144,10 +137,6 @@ class Timeline:
         self._origin = Origin(())
         self._is_open = False
         self._in_one: dict[str, None] = {}  # why calls had one micro-batch, though more were asked
-        n = len(self.devices)
-        for event in self._events:
-            if event.kind not in KINDS or not 0 <= event.partition < n:
-                raise ValueError(f"{event} is of no kind in {KINDS}, or not in {n} partitions")
 
     @property
     def events(self) -> tuple[Event, ...]:
@@ -257,10 +246,6 @@ def _slice(event: Event, thread: int) -> dict[str, Any]:
 
 def save_picture(timelines: Mapping[str, Timeline], path: str | Path, width: float = 12.0) -> None:
     """Draw each timeline under its title, all to the same scale, ``width`` inches wide."""
-    if find_spec("matplotlib") is None:
-        raise ImportError(
-            "a picture needs matplotlib: pip install matplotlib; save() writes a trace without it"
-        )
     # Fixed salt, no dates: equal timelines give equal files. The text of an SVG stays text.
     with import_module("matplotlib").rc_context({"svg.hashsalt": "pipert", "svg.fonttype": "none"}):
         metadata = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
@@ -301,26 +286,19 @@ def _draw(axes: Any, timeline: Timeline, inch: float) -> None:
     Args:
         inch: the seconds that an inch shows; numbers are left out where they do not fit.
     """
-    events, (start, _) = timeline.events, _span(timeline)
-    boxes: dict[tuple[str, int], list[Event]] = {}
-    for event in events:
-        boxes.setdefault((event.kind, timeline.lane(event)), []).append(event)
-    for kind, (colour, text) in _COLOURS.items():
-        for lane in range(len(timeline.lanes)):
-            drawn = boxes.get((kind, lane), [])
-            top, height = (lane + 0.26, 0.16) if kind == COPY else (lane - 0.4, 0.62)
-            spans = [(1e3 * (event.start - start), 1e3 * event.seconds) for event in drawn]
-            axes.broken_barh(
-                spans, (top, height), facecolors=colour, linewidth=0.4,
-                edgecolors="white" if text else "none",
+    start, _ = _span(timeline)
+    for event in sorted(timeline.events, key=lambda event: [*_COLOURS].index(event.kind)):
+        colour, text = _COLOURS[event.kind]
+        left, length, number = event.start - start, event.seconds, str(event.micro_batch)
+        top, height = (0.26, 0.16) if event.kind == COPY else (-0.4, 0.62)
+        y = timeline.lane(event) + top + height / 2
+        edge = "white" if text else "none"
+        axes.barh(y, 1e3 * length, height, 1e3 * left, color=colour, edgecolor=edge, linewidth=0.4)
+        if text and length > 0.07 * len(number) * inch:
+            axes.text(
+                1e3 * (left + length / 2), y, number, ha="center", va="center", fontsize=7,
+                color=text, clip_on=True,
             )  # fmt: skip
-            for event, (left, length) in zip(drawn, spans, strict=True):
-                number = str(event.micro_batch)
-                if text and event.seconds > 0.07 * len(number) * inch:
-                    axes.text(
-                        left + length / 2, top + height / 2, number, ha="center", va="center",
-                        fontsize=7, color=text, clip_on=True,
-                    )  # fmt: skip
     axes.set_yticks(range(len(timeline.lanes)), timeline.lanes)
     axes.set_ylim(len(timeline.lanes) - 0.4, -0.6)  # the first lane on top
     axes.spines[["top", "right"]].set_visible(False)

@@ -25,7 +25,7 @@ from pipert._torch import import_awaited, set_thread_name
 from pipert.errors import PipeClosedError, WorkerDiedError
 from pipert.queues.closable import ClosableQueue
 from pipert.queues.locks import ProcessLock
-from pipert.status import WAITING, TaskStatus, WorkerStatistics
+from pipert.status import WAITING, TaskInfo, WorkerStatistics
 
 CHECK = 0.5
 """Seconds; how often a thread that waits for workers checks that it waits for something."""
@@ -87,7 +87,7 @@ class Activity:
         if what is not None:
             run, action = what
             phase = action.phase if works else WAITING
-            doing = TaskStatus(run, phase, action.j, action.i, seconds)
+            doing = TaskInfo(run, phase, action.j, action.i, device, seconds)
         return WorkerStatistics(name, device, tasks, self._seen, depth, doing)
 
 

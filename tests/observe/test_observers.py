@@ -20,7 +20,6 @@ from pipert import (
     RunInfo,
     Statistics,
     TaskInfo,
-    TaskStatus,
     is_recomputing,
 )
 from tests.helpers.event_log import Log
@@ -135,7 +134,7 @@ def test_statistics_show_a_workers_task_while_it_runs() -> None:
         thread.join(WAIT)
     assert seen.in_flight == 1
     first = seen.workers[0].doing
-    assert first is not None and first == TaskStatus(0, "forward", 0, 0, first.seconds)
+    assert first is not None and first == TaskInfo(0, "forward", 0, 0, CPU, first.seconds)
     second = seen.workers[1].doing
     assert second is None or second.phase == "waiting for input" and second.partition == 1
     assert later.workers[0].busy_seconds > seen.workers[0].busy_seconds > 0

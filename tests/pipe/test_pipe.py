@@ -6,7 +6,6 @@ import copy
 import io
 import pickle
 import re
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -137,22 +136,6 @@ def test_repr_shows_partitions_and_layers(pipe: Pipe) -> None:
         "    (3): Linear(in_features=4, out_features=1, bias=True)",
         ")",
     ]
-
-
-# Layers of any name.
-
-NAMES = [
-    "devices", "balance", "chunks", "checkpoint", "partitions", "close", "_balance", "_devices",
-    "_partitions", "_chunks", "_checkpoint", "_runtime", "_stop", "_start",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_layer_of_any_name_is_wrapped(name: str) -> None:
-    module = nn.Sequential(OrderedDict([("first", nn.Linear(2, 2)), (name, nn.Linear(2, 1))]))
-    x = torch.ones(4, 2)
-    with made(module, [1, 1], chunks=2) as pipe:
-        same(pipe(x), module(x))
 
 
 # to, half, train.

@@ -58,7 +58,6 @@ PUBLIC = {
     "SharedStateWarning",
     "Statistics",
     "TaskInfo",
-    "TaskStatus",
     "Timeline",
     "TransformError",
     "WholeBatchWarning",

@@ -170,9 +170,3 @@ def test_the_text_has_a_line_for_each_device_and_the_bubble_beside_the_ideal() -
 def test_a_timeline_without_forward_tasks_has_no_report() -> None:
     with pytest.raises(ValueError, match="no complete call"):
         Timeline([], [CPU]).report()
-
-
-@pytest.mark.parametrize(("kind", "partition"), [("forward", 2), ("forwards", 0)])
-def test_events_that_cannot_be_are_refused(kind: str, partition: int) -> None:
-    with pytest.raises(ValueError, match=f"'{kind}', .*, or not in 2 partitions"):
-        Timeline([Event(kind, 0, partition, CPU, 0.0, 1.0)], [CPU, CPU])

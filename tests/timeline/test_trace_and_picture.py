@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -113,14 +112,6 @@ def test_the_same_timeline_gives_the_same_picture(tmp_path: Path) -> None:
     for path in paths:
         Timeline(EVENTS, CUDA).plot(path)
     assert paths[0].read_bytes() == paths[1].read_bytes()
-
-
-def test_a_picture_without_matplotlib_says_what_is_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ImportError, match="matplotlib"):
-        Timeline(EVENTS, CUDA).plot(tmp_path / "timeline.svg")
 
 
 def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 import pipert
-import pipert.schedules
 
 transformers = pytest.importorskip("transformers", reason="its Trainer is derived from")
 pytest.importorskip("accelerate", reason="Trainer needs it")
@@ -233,19 +232,6 @@ def test_a_subclass_context_around_the_loss_is_active_in_the_workers(tmp_path: P
         args = arguments(tmp_path, max_steps=1)
         Autocast(pipe.module, args, train_dataset=rows(6), compute_loss_func=loss).train()
     assert set(seen) == {True}
-
-
-def test_the_schedule_is_the_one_that_was_chosen(tmp_path: Path) -> None:
-    seen = []
-
-    def schedule(m: int, n: int, placement: Any) -> Any:
-        seen.append((m, n))
-        return pipert.schedules.gpipe(m, n, placement)
-
-    with pipe_of(build()) as pipe:
-        args = arguments(tmp_path, max_steps=2)
-        PipelinedTrainer(pipe.module, args, schedule=schedule, train_dataset=rows(12)).train()
-    assert set(seen) == {(4, 2)}
 
 
 @pytest.mark.multi_gpu
