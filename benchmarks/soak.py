@@ -73,13 +73,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def case_of(seed: int, number: int, places: Sequence[str]) -> Case:
-    """Draws a case, without anomaly detection, which prints what it finds.
+    """Draws a case.
 
     Under autocast a long training goes another way after a few steps, as rounding has it.
     """
     case = draw(seed, number, places, STEPS)
-    steps = tuple([replace(step, anomaly=False) for step in case.steps])
-    return replace(case, steps=steps[:4] if case.autocast else steps)
+    return replace(case, steps=case.steps[:4]) if case.autocast else case
 
 
 def soak(arguments: argparse.Namespace, places: Sequence[str]) -> list[tuple[float, ...]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -12,8 +11,8 @@ from _ablation import Components, only, through_all_between
 from torch import Tensor, nn
 
 from pipert import Pipe
-from pipert.skip import Skippable, pop, skippable, stash
 from pipert.skip.declarations import keys_of
+from tests.helpers.skip_layers import popping, stashing
 
 EVERY = [Components(*on) for on in itertools.product([True, False], repeat=3)]
 PLACES = [
@@ -24,40 +23,21 @@ PLACES = [
 Train = Callable[[Pipe, Tensor], Tensor]
 
 
-@skippable(stash=["near", "far"])
-class Stash(nn.Module):
-    def forward(self, x: Tensor) -> Any:
-        y = x * 3
-        yield stash("near", y)
-        yield stash("far", y)
-        return x
-
-
-class Pop(Skippable):
+class Weighted(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(4))
 
-    def forward(self, x: Tensor) -> Any:
-        (name,) = self.skip_pops
-        skip = yield pop(name)
+    def forward(self, x: Tensor, skip: Tensor) -> Tensor:
         return x + skip * self.weight
-
-
-@skippable(pop=["near"])
-class Near(Pop):
-    pass
-
-
-@skippable(pop=["far"])
-class Far(Pop):
-    pass
 
 
 def model() -> nn.Sequential:
     """Makes partitions of two layers; skips of the first are popped in the third and the fifth."""
-    layers = [nn.Linear(4, 4), Stash(), nn.Linear(4, 4), nn.Tanh(), Near(), nn.Linear(4, 4)]
-    layers += [nn.Tanh(), nn.Linear(4, 4), Far(), nn.Dropout()]
+    near, far = (popping(name, take=Weighted()) for name in ("near", "far"))
+    layers: list[nn.Module] = [nn.Linear(4, 4), stashing("near", "far", make=lambda x: x * 3)]
+    layers += [nn.Linear(4, 4), nn.Tanh(), near, nn.Linear(4, 4)]
+    layers += [nn.Tanh(), nn.Linear(4, 4), far, nn.Dropout()]
     return nn.Sequential(*layers)
 
 

@@ -13,7 +13,7 @@ def wrong(rank: int, *given: Any) -> Any:
     return loss, {name: grad * 2 for name, grad in gradients.items()}
 
 
-@pytest.mark.slow
+@pytest.mark.sweep  # it starts processes for a quarter of a minute
 @pytest.mark.timeout(200)
 def test_equal_steps_and_others() -> None:
     assert over_ranks.outcome("U-Net", over_ranks.by_pipert) == "equal"

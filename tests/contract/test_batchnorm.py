@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pipert import NestedCheckpointError, Pipe, is_recomputing
+from tests.helpers.caller_threads import Caller
 from tests.helpers.torchscript import uses_torchscript
 from tests.helpers.ways import (
     MODES,
@@ -128,16 +130,17 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], int]] = {
 }
 
 
-@pytest.mark.parametrize("checkpoint", MODES)
+@pytest.mark.pairwise
+@each_way
 @pytest.mark.parametrize("kind", KINDS)
-def test_statistics_are_those_of_the_plain_module(kind: str, checkpoint: str) -> None:
+def test_statistics_are_those_of_the_plain_module(kind: str, way: Way) -> None:
     make, dims = KINDS[kind]
     module = norm_first(make())
     plain = copy.deepcopy(module)
-    with deferred(module, checkpoint=checkpoint) as pipe:
+    with piped(module, [1, 2], way, 4, deferred_batch_norm=True) as pipe:
         for rows in (9, 8, 13):
             x = images(rows, dims)
-            train(pipe, x)
+            take_step(pipe, way, x.requires_grad_())
             plain(x)
     same(statistics(module), statistics(plain))
 
@@ -269,11 +272,9 @@ def test_callers_that_are_inside_at_once_do_not_mix_their_statistics() -> None:
             barrier.wait(5.0)
             pipe(x)
 
-        threads = [threading.Thread(target=call, args=(x,)) for x in batches]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        callers = [Caller(partial(call, x)) for x in batches]
+        for caller in callers:
+            caller.result()
     for x in batches:
         plain(x)
     same(statistics(module), statistics(plain))
@@ -299,18 +300,11 @@ def wrap(module: nn.Sequential, **kwargs: Any) -> None:
     Pipe(module, [len(module)], devices=["cpu"], chunks=2, **kwargs).close()
 
 
-def test_a_training_batchnorm_without_a_choice_gets_one_warning() -> None:
+def test_a_training_batchnorm_without_a_choice_gets_one_warning_of_the_line_of_the_user() -> None:
     module = nn.Sequential(nn.BatchNorm1d(3), nn.Sequential(nn.BatchNorm1d(3)))
-    with pytest.warns(UserWarning, match="deferred_batch_norm=True") as caught:
-        wrap(module)
-    assert len(caught) == 1
-
-
-def test_the_warning_names_the_layers_and_the_line_of_the_user() -> None:
-    module = nn.Sequential(nn.Sequential(nn.BatchNorm1d(3)))
-    with pytest.warns(UserWarning, match=r"'0\.0'") as caught:
-        Pipe(module, [1], devices=["cpu"])
-    assert caught[0].filename == __file__
+    with pytest.warns(UserWarning, match=r"'1\.0'.*deferred_batch_norm=True") as caught:
+        Pipe(module, [2], devices=["cpu"])
+    assert len(caught) == 1 and caught[0].filename == __file__
 
 
 @pytest.mark.parametrize("choice", [None, True, False])
@@ -363,19 +357,6 @@ def normalised() -> nn.Sequential:
     return nn.Sequential(linear(3, 4), norms[0], nn.Tanh(), linear(4, 4), norms[1], linear(4, 2))
 
 
-@each_way
-@pytest.mark.parametrize("momentum", [0.1, None], ids=["moving average", "cumulative average"])
-def test_deferred_statistics_are_those_of_the_mini_batch(momentum: Any, way: Way) -> None:
-    module, plain = (nn.Sequential(*list(normalised())[:3]) for _ in range(2))
-    module.get_submodule("1").momentum = plain.get_submodule("1").momentum = momentum
-    xs = [batch(8), batch(9)]
-    with piped(module, [2, 1], way, 4, deferred_batch_norm=True) as pipe:
-        for x in xs:
-            take_step(pipe, way, x)
-            plain(x)
-    same(dict(module.named_buffers()), dict(plain.named_buffers()))
-
-
 @pytest.mark.pairwise
 @each_way
 @pytest.mark.parametrize("deferred", [True, False], ids=["deferred", "each micro-batch"])
@@ -386,21 +367,3 @@ def test_each_micro_batch_is_normalised_by_itself(deferred: bool, way: Way) -> N
     for part in x.chunk(2):
         (mean(plain(part), None) / 2).backward()
     same(grads_of(module), grads_of(plain))
-
-
-class InstanceNorm(nn.InstanceNorm1d):
-    def forward(self, input: Tensor) -> Tensor:
-        mean, var = self.running_mean, self.running_var
-        return torch.instance_norm(input, None, None, mean, var, True, 0.1, 1e-5, False)
-
-
-@pytest.mark.parametrize("kind", [nn.InstanceNorm1d, InstanceNorm])
-@pytest.mark.filterwarnings("ignore::pipert.WholeBatchWarning")
-def test_recomputation_updates_no_statistics_of_instances(kind: type[nn.InstanceNorm1d]) -> None:
-    module = nn.Sequential(linear(4, 4), kind(3, track_running_stats=True).double(), nn.Tanh())
-    way = Way("call", "always")
-    with piped(module, [1, 2], way, deferred_batch_norm=False) as pipe:
-        loss = pipe(torch.randn(8, 3, 4, dtype=torch.float64)).sum()
-        before = {name: buffer.clone() for name, buffer in pipe.named_buffers()}
-        loss.backward()
-        same(dict(pipe.named_buffers()), before)

@@ -165,24 +165,6 @@ def renormed(model: Any) -> Any:
 
 
 @pytest.mark.parametrize("change", [own_mean, hooked, wrapped])
-@pytest.mark.parametrize("how", ["model", "pipe"])
-def test_a_call_whose_losses_do_not_add_up_is_one_micro_batch(change: Any, how: str) -> None:
-    model, plain = change(llama()), change(llama())
-    expected = plain(**BATCH).loss
-    expected.backward()
-    seen = rows_seen(model)
-    with in_pipe(model, checkpoint="never") as pipe:
-        with pytest.warns(UserWarning, match="one micro-batch of 4"):
-            loss = (model if how == "model" else pipe)(**BATCH).loss
-        loss.backward()
-        same(loss.detach(), expected.detach())
-        same(grads_of(model), grads_of(plain))
-        seen.clear()
-        (model if how == "model" else pipe)(**BATCH)
-        assert seen == [6]
-
-
-@pytest.mark.parametrize("change", [own_mean, hooked, wrapped])
 def test_a_step_whose_losses_do_not_add_up_weighs_means_by_rows_and_says_so(change: Any) -> None:
     model, plain = change(llama()), change(llama())
     parts = [slice(0, 2), slice(2, 4), slice(4, 5), slice(5, 6)]

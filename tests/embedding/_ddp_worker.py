@@ -302,39 +302,6 @@ def statistics_that_are_deferred_are_those_of_process_0(rank: int, checkpoint: s
             of_process_0 = expected[0]
 
 
-# --- with what else belongs to DDP ----------------------------------------------------------------
-
-
-class Fail(nn.Module):
-    """A layer that raises on request."""
-
-    now = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.now:
-            raise ValueError("told to")
-        return x
-
-
-@for_each_mode
-def the_step_after_an_error_of_a_layer_is_right(rank: int, checkpoint: str) -> None:
-    fail = Fail()
-    module = nn.Sequential(linear(3, 4), nn.Tanh(), linear(4, 4), fail, linear(4, 2))
-    plain = copy.deepcopy(module)
-    with piped(module, checkpoint) as pipe:
-        ddp = wrap(pipe)
-        for fail.now in (False, True, False, True, False):
-            xs = batches(5, 4)
-            try:
-                loss_of(ddp(xs[rank])).backward()  # type: ignore[no-untyped-call]
-            except ValueError:
-                assert fail.now
-            else:
-                assert not fail.now
-                whole_batch_gradients(plain, xs)
-                same(grads_of(module), grads_of(plain))
-
-
 # --- whole steps, with the code of docs/ddp.md ----------------------------------------------------
 
 PAGE = Path(__file__).parents[2] / "docs" / "ddp.md"

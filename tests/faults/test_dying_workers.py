@@ -100,8 +100,18 @@ def sweep_of_deaths(name, block=contextlib.nullcontext):
 """
 
 
-@pytest.mark.parametrize("how", ["call", "1f1b"])
-@pytest.mark.parametrize("name", ["pipert-cpu-0", "pipert-cpu-1", "pipert-clock"])
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("pipert-cpu-0", "call"), ("pipert-cpu-1", "1f1b"), ("pipert-clock", "1f1b"),
+        *[
+            pytest.param(*other, marks=pytest.mark.sweep)
+            for other in [
+                ("pipert-cpu-0", "1f1b"), ("pipert-cpu-1", "call"), ("pipert-clock", "call")
+            ]
+        ],
+    ],
+)  # fmt: skip
 @strides
 @pytest.mark.timeout(120)
 def test_an_exception_thrown_into_a_thread_of_pipert_at_any_place_causes_no_hang(

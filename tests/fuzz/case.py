@@ -12,7 +12,7 @@ HOWS = {  # the ways to take a step, and their weights
     "call": 6, "gpipe": 3, "1f1b": 4, "zb-h1": 3, "zb-h2": 2, "interleaved": 3, "own order": 3,
     "two calls": 2,
     "two threads": 1,
-    "twice": 1, "penalty": 1, "no_grad": 2, "inference": 2, "evaluation": 1,
+    "twice": 1, "no_grad": 2, "inference": 2, "evaluation": 1,
 }  # fmt: skip
 UNITS = {  # groups of layers, and their weights; see layers.py
     "linear": 6, "linear, in place": 3, "linear, scale in place": 2, "tanh": 3, "scale": 3,
@@ -44,8 +44,6 @@ class Step:
     recorded: bool = False
     fault: tuple[str, int] | None = None
     """The phase, ``'F'`` or ``'B'``, and the call in which the fragile layer fails."""
-    anomaly: bool = False
-    """Whether autograd's anomaly detection is on."""
     scale_on: str | None = None
     """The device of the loss scale given to ``forward_backward``, if any."""
     counts: bool = False
@@ -138,7 +136,7 @@ def _step(dice: Random, devices: tuple[str, ...], places: Sequence[str]) -> Step
         how=how,
         rows=rows,
         chunks=chunks,
-        checkpoint="never" if how == "penalty" else checkpoint,
+        checkpoint=checkpoint,
         training=dice.random() < 0.8,
         x_on=place(),
         target_on=place(),
@@ -147,7 +145,6 @@ def _step(dice: Random, devices: tuple[str, ...], places: Sequence[str]) -> Step
         current=dice.choice([0, 0, 1, 3]),
         recorded=dice.random() < 0.1,
         fault=(dice.choice("FB"), dice.randrange(4)) if dice.random() < 0.15 else None,
-        anomaly=dice.random() < 0.1,
         scale_on=place() if dice.random() < 0.2 else None,
         counts=dice.random() < 0.3,
         loss_there=dice.random() < 0.3,

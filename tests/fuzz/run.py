@@ -55,8 +55,6 @@ def in_pipe(case: Case, first: Found | None = None) -> Found:
     with contextlib.ExitStack() as stack:
         for inner in model.inner:
             stack.enter_context(inner)
-            if any(step.how == "penalty" for step in case.steps):
-                inner.checkpoint = "never"
         pipe = stack.enter_context(_pipe_of(case, model))
         optimizer = optimizer_of(pipe)
         left = batches(case, model.devices[-1])
@@ -139,12 +137,9 @@ def _step_of_pipe(case: Case, k: int, pipe: Any, batch: Batch, found: Found) -> 
         return loss
 
     at_once = not set(case.units) & {"batch norm", *RANDOM}  # whose results depend on the order
-    # With anomaly detection torch takes a Python stack for each node, and for a leaf's node while
-    # it holds the leaf's lock: two threads that use one leaf may deadlock, even without a pipe.
-    at_once = at_once and not step.anomaly
     values = list(found.values)
     record = pipe.record() if step.recorded else contextlib.nullcontext()
-    with anomalies(step), armed(case, step, pipe), counted(case, step, pipe), record as seen:
+    with armed(case, step, pipe), counted(case, step, pipe), record as seen:
         try:
             take(step, batch, found, forward, whole, before_backward, at_once)
         except Fault:
@@ -156,17 +151,6 @@ def _step_of_pipe(case: Case, k: int, pipe: Any, batch: Batch, found: Found) -> 
             found.buffers[k] = [buffer.clone() for buffer in pipe.buffers()]
     if seen is not None and k not in found.buffers:
         assert str(seen.report())
-
-
-def let_autograd_end() -> None:
-    """Waits for autograd's threads: ``loss.backward()`` raises while others may be in a node.
-
-    In a pipe that may be a recomputation, which reads weights that the user changes next. So would
-    a node of a plain module; the host waits for no stream here.
-    """
-    for device in range(GPUS):
-        one: Any = torch.ones((), device=f"cuda:{device}", requires_grad=True)
-        one.backward()
 
 
 def _function(model: nn.Module, loss_fn: Any) -> Any:
@@ -183,18 +167,6 @@ def fill(module: nn.Module, buffers: list[Tensor]) -> None:
     """Copies these values to a module's buffers."""
     for buffer, kept in zip(module.buffers(), buffers, strict=True):
         buffer.data.copy_(kept.to(buffer.device))
-
-
-@contextlib.contextmanager
-def anomalies(step: Step) -> Iterator[None]:
-    """Turns autograd's anomaly detection on or off, as the step says."""
-    before = torch.is_anomaly_enabled()
-    set_detect_anomaly: Any = torch.autograd.set_detect_anomaly
-    set_detect_anomaly(step.anomaly)
-    try:
-        yield
-    finally:
-        set_detect_anomaly(before)
 
 
 @contextlib.contextmanager

@@ -248,12 +248,6 @@ def _by_autograd(
         keep(found, "output", y)
         losses.append(_loss_of_call(step, batch, y))
         del y
-    if step.how == "penalty" and batch.x.requires_grad:
-        (gradient,) = torch.autograd.grad(
-            losses[0], batch.x, create_graph=True, allow_unused=True
-        )
-        if gradient is not None:
-            losses[0] = losses[0] + gradient.square().sum().to(losses[0].device)
     if step.how == "twice":
         losses[0].backward(retain_graph=True)
     while losses:  # the second call's loss first

@@ -133,7 +133,9 @@ def test_only_documented_modules_of_torch_are_imported_elsewhere() -> None:
     assert imported <= PUBLIC
 
 
-@pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
+@pytest.mark.parametrize(
+    "mode", [pytest.param("no_grad", marks=pytest.mark.sweep), "inference_mode"]
+)
 def test_pipert_may_be_imported_where_gradients_are_disabled(mode: str) -> None:
     script = f"""
 import torch

@@ -22,9 +22,18 @@ import torch
 from torch import Tensor, nn
 
 from pipert import Pipe, is_recomputing
+from pipert.autograd.streams import CopyStreams
+from pipert.layers.random_numbers import RunSeed
+from pipert.observe.run_trace import Trace
+from pipert.schedules.action import Action
+from pipert.schedules.plan import plan_call
 from pipert.skip import Skippable, pop, stash
+from pipert.skip.declarations import keys_of
+from pipert.stage.assembly import Layered, assemble
+from pipert.stage.run import Run
+from pipert.stage.stage import Task
+from pipert.workers.context import CallerContext
 from tests.helpers.activations import Activations
-from tests.helpers.driven_stages import Driven
 from tests.helpers.skip_layers import declaring
 
 pytestmark = pytest.mark.usefixtures("no_gc_in_module")
@@ -102,14 +111,22 @@ class Setting:
 
 def drive(setting: Setting, recomputed: int) -> Tensor:
     """F[0,0] to F[0,n-1], a layer each, on this thread."""
-    run = Driven([[layer] for layer in setting.layers], [torch.ones(1, 3)], recomputed=recomputed)
-    run.do("F[0,0]")
-    setting.log("2 task over")
-    for j in range(1, len(setting.layers)):
-        run.do(f"F[0,{j}]")
-    assert run.outcome.take_error() is None
-    y: Tensor = run.run.outputs[0]
-    del run
+    n = len(setting.layers)
+    plan, layers = plan_call(1, n, range(n), recomputed), tuple(map(nn.Sequential, setting.layers))
+    with Trace().open(plan) as trace:
+        devices = n * [torch.device("cpu")]
+        run = Run(plan, devices, CallerContext(), CopyStreams(), trace, RunSeed())
+        model = Layered(layers, tuple(map(keys_of, layers)))
+        stages = assemble(run, model, [torch.ones(1, 3)], None, None)
+        for j in range(n):
+            task = Task(stages[j], Action("F", 0, j))
+            task.send(task.execute(task.receive()))
+            del task
+            if j == 0:
+                setting.log("2 task over")
+        assert run.outcome.take_error() is None
+        y: Tensor = run.outputs[0]
+        del run, stages, model, trace
     setting.log("6 forward over")
     return y
 
