@@ -21,7 +21,7 @@ from torch import nn
 from pipert._typing import Device, Value
 from pipert.balance.by_cost import balance_by_cost, check_partitions
 from pipert.balance.calls import measure_calls, measuring_device
-from pipert.balance.measure import Cost, counting, once_for_equal, repeated, time_once
+from pipert.balance.measure import Blocks, once_for_equal, repeated, time_once
 from pipert.batch.microbatch import Arguments, arguments_of
 from pipert.layers.compiling import is_compiled_itself
 from pipert.model.cuts import is_called, layers_of
@@ -55,13 +55,11 @@ def choose_cuts(
     arguments = arguments_of(example)
 
     layers, names = find_blocks(model, n, arguments, where)
-    with counting(f"measuring {len(names)} blocks for {n} partitions", time_once) as measured:
 
-        def measure() -> list[Cost]:
-            costs = measure_calls(model, layers, names, arguments, where, measured)
-            return [costs[name] for name in names]
+    def measure() -> Blocks:
+        return measure_calls(model, layers, names, arguments, where, once_for_equal(time_once))
 
-        times = repeated(measure, timeout)
+    times = repeated(measure, timeout)
     return [names[k] for k in accumulate(balance_by_cost(times, n)[:-1])]
 
 
@@ -85,12 +83,11 @@ def find_blocks(
     def measure(cuts: set[str], upstream: dict[str, set[str]]) -> Times:
         layers = layers_of(model, cuts)
         begins = {name for name, layer in layers.items() if name in cuts or _has_parameters(layer)}
-        once = once_for_equal(measured)
-        costs = measure_calls(model, layers, begins, example, device, once, upstream=upstream)
+        once = once_for_equal(time_once)
+        costs = measure_calls(model, layers, begins, example, device, once, upstream)
         return {name: cost.seconds for name, cost in costs.items()}
 
-    with counting("finding where the model can be cut", time_once) as measured:
-        cuts, names = _refined_cuts(model, each * n, measure)
+    cuts, names = _refined_cuts(model, each * n, measure)
     if len(names) < n:
         raise ValueError(
             f"partitions must be at most {len(names)}, got {n}: the example calls so many modules "

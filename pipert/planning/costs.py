@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,73 +12,48 @@ from torch import Tensor, nn
 from pipert._typing import Value
 from pipert.balance.by_calls import find_blocks
 from pipert.balance.by_cost import check_partitions
-from pipert.balance.calls import (
-    as_arguments,
-    measure_calls,
-    measure_layers,
-    measuring_device,
-)
+from pipert.balance.calls import Chain, as_arguments, in_chain, measure_calls, measuring_device
 from pipert.balance.measure import (
+    Blocks,
     Cost,
     MeasuredCall,
-    counting,
-    joined,
     measure_all,
     medians,
     once_for_equal,
 )
-from pipert.batch.microbatch import Arguments
 from pipert.batch.tensors import tensors_of
-from pipert.model.split import check_module
+from pipert.model.split import is_sequential
 from pipert.skip.store import Carried
 
 LossFn = Callable[..., Tensor] | None
-Blocks = dict[str, Cost]
-"""The costs of blocks, by the name of the layer or module with which each begins."""
-CostsFor = Callable[[Value, Value, str], Blocks]
-"""Returns the costs of blocks for a micro-batch and its target; the text says what goes on."""
+CostsFor = Callable[[Value, Value], Blocks]
+"""Returns the costs of blocks for a micro-batch and its target."""
 
 
-def costs_of_layers(model: Any, loss_fn: LossFn, d: int, where: torch.device) -> CostsFor:
-    """Measure the layers of a Sequential for ``d`` devices; each is a block."""
-    check_module(model)
-    check_partitions(d, len(model))
-
-    def costs_for(value: Value, target: Value, what: str) -> Blocks:
-        named, last = [*model._modules.items()], len(model) - 1
-        if loss_fn is not None:  # as a layer, which stays with the last one
-            named.append(("loss_fn", _Loss(loss_fn, target)))
-        layers = nn.Sequential(OrderedDict(named))
-        with counting(what, _measure) as measured:
-            costs = measure_layers(layers, value, where, once_for_equal(measured))
-        return dict(zip(model._modules, [*costs[:last], joined(costs[last:])], strict=True))
-
-    return costs_for
-
-
-def costs_of_model(
-    model: nn.Module, loss_fn: LossFn, d: int, where: torch.device, first: Arguments
+def blocks_of(
+    model: nn.Module, loss_fn: LossFn, d: int, where: torch.device, first: Value
 ) -> CostsFor:
-    """Find the blocks of any other model with a ``first`` micro-batch, and measure them."""
+    """Find the blocks of a model for ``d`` devices: its layers if it is an ``nn.Sequential``, else
+    those of the calls for a ``first`` micro-batch. Return what measures them."""
     measuring_device(where, model)  # refuses parameters without values
-    layers, begins = {"": model}, [""]
-    if d > 1:
-        layers, begins = find_blocks(model, d, first, where, 2)
+    layers, chain, names = {"": model}, [model], [""]
+    if is_sequential(model):
+        layers = in_chain(model)
+        chain, names = [*layers.values()], [*layers]
+        check_partitions(d, len(names))
+    elif d > 1:
+        layers, names = find_blocks(model, d, as_arguments(first), where, 2)
 
-    def costs_for(value: Value, target: Value, what: str) -> Blocks:
-        loss = nn.Identity() if loss_fn is None else _Loss(loss_fn, target)
+    def costs_for(value: Value, target: Value) -> Blocks:
+        loss = {} if loss_fn is None else {".loss": _Loss(loss_fn, target)}
+        whole, called = Chain([*chain, *loss.values()]), {**layers, **loss}
 
-        with _without_caches(model), counting(what, _measure) as measured:
-            once = once_for_equal(measured)
-            rounds = [
-                measure_calls(
-                    model, {**layers, "loss_fn": loss} if loss_fn else layers, begins,
-                    as_arguments(value), where, once, then=loss,
-                )
-                for _ in range(3)
-            ]  # fmt: skip
-        costs = medians([[*each.values()] for each in rounds])
-        return dict(zip(rounds[0], costs, strict=True))
+        def measure() -> Blocks:
+            once = once_for_equal(_measure)
+            return measure_calls(whole, called, names, as_arguments(value), where, once)
+
+        with _without_caches(model):
+            return medians([measure() for _ in range(3)])
 
     return costs_for
 

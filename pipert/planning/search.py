@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from pipert._torch import NormBase
 from pipert._typing import Device, Value
 from pipert.balance.by_cost import check_partitions, minimise_longest_block
-from pipert.balance.calls import as_arguments, copy_of, micro_batches
+from pipert.balance.calls import copy_of, micro_batches
 from pipert.balance.measure import Cost, joined, now, total, without
 from pipert.batch.microbatch import arguments_of
 from pipert.batch.tensors import tensors_of
@@ -26,7 +26,7 @@ from pipert.model.calls import settled
 from pipert.model.devices import default_devices, parse_devices, where_tensors_are
 from pipert.model.split import is_sequential
 from pipert.planning.candidate import Candidate, Candidates, Memory, limits_of, text_of
-from pipert.planning.costs import costs_of_layers, costs_of_model
+from pipert.planning.costs import blocks_of
 from pipert.planning.memory import peaks
 from pipert.schedules.action import BACKWARD, FORWARD, RECOMPUTE, WEIGHT, Action
 from pipert.schedules.plan import Plan, plan, recomputed_in_each
@@ -108,10 +108,7 @@ def plan_for(
     d, is_cut = len(names), not is_sequential(model)
     if is_cut:
         example = arguments_of(example)
-        first = as_arguments(micro_batches(example, d)[0])
-        costs_for = costs_of_model(model, loss_fn, d, where[0], first)
-    else:
-        costs_for = costs_of_layers(model, loss_fn, d, where[0])
+    costs_for = blocks_of(model, loss_fn, d, where[0], micro_batches(example, d)[0])
     rows = min([len(tensor) for tensor in tensors_of(example)[0] if tensor.dim()], default=1)
     if any(isinstance(module, NormBase) and module.training for module in model.modules()):
         rows //= 2  # statistics need two
@@ -129,7 +126,7 @@ def plan_for(
     firsts = {len(batches): batches[0] for batches in split}
     for m, value in firsts.items():
         aim = None if target is None else settled(micro_batches(target, m)[0], where[0])
-        found += search(m, costs_for(value, aim, f"chunks={m} of {[*firsts]}")).candidates()
+        found += search(m, costs_for(value, aim)).candidates()
     fit = [each for each in found if not _excess(each, limits)]
     if not fit:
         least = min(found, key=lambda each: _excess(each, limits))
