@@ -47,7 +47,6 @@ def plan_for(
     devices: Iterable[Device] | None = None,
     chunks: int | Sequence[int] | None = None,
     optimizer: Optimizer | Callable[..., Optimizer] | None = None,
-    param_scale: float | None = None,
     best: int = 5,
 ) -> Candidates:
     """Find the fastest steps that fit the memory of the devices.
@@ -78,8 +77,6 @@ def plan_for(
             the model has batch statistics.
         optimizer: the optimizer, or its class, such as ``torch.optim.AdamW``. Its step with a small
             parameter shows how much memory its state takes. Default: none, as with plain SGD.
-        param_scale: instead of ``optimizer``, the memory of a trained parameter with its gradient
-            and the optimizer's state, divided by the parameter's: 4 for Adam.
         best: how many candidates to return, at most.
 
     Returns:
@@ -92,12 +89,6 @@ def plan_for(
         RuntimeError: a layer changes an argument, such as a cache, and could not be recomputed.
         Exception: whatever a layer raises, with a note that names the layer.
     """
-    if optimizer is not None and param_scale is not None:
-        raise ValueError("give optimizer or param_scale, got both")
-    if param_scale is None:
-        param_scale = _scale_of(optimizer)
-    if param_scale < 2:
-        raise ValueError(f"param_scale is 2 with gradients alone, or more, got {param_scale}")
     if best < 1:
         raise ValueError(f"best must be 1 or more, got {best}")
     names = _names(devices)
@@ -121,7 +112,7 @@ def plan_for(
         "plan_for measures the layers on %s for chunks=%s: equal ones once, the others run some "
         "ten times each", where[0], tried,
     )  # fmt: skip
-    search = partial(_Search, names, limits, param_scale, sizes, is_cut)
+    search = partial(_Search, names, limits, _scale_of(optimizer), sizes, is_cut)
     found = list[Candidate]()
     firsts = {len(batches): batches[0] for batches in split}
     for m, value in firsts.items():
@@ -156,19 +147,15 @@ def _scale_of(optimizer: Optimizer | Callable[..., Optimizer] | None) -> float:
         )
     parameter = nn.Parameter(torch.zeros(64, 64))
     parameter.grad = torch.zeros_like(parameter)
-    if not isinstance(optimizer, Optimizer):
-        one = optimizer([parameter])
-        one.step()
-    elif optimizer.state:
-        one = optimizer
-    else:  # not a step of its own
+    if isinstance(optimizer, Optimizer):  # not a step of its own
         one = copy(optimizer)
         one.state, one.param_groups = defaultdict(dict), []
         one.add_param_group({**optimizer.param_groups[0], "params": [parameter]})
-        one.step()
-    state = tensors_of([[*values.values()] for values in one.state.values()])[0]
-    of_parameters = sum([each.nbytes for each in one.state]) or 1
-    return 2 + sum([tensor.nbytes for tensor in state]) / of_parameters
+    else:
+        one = optimizer([parameter])
+    one.step()
+    state = tensors_of([*one.state[parameter].values()])[0]
+    return 2 + sum([tensor.nbytes for tensor in state]) / parameter.nbytes
 
 
 _STRAIGHT = ("1f1b", "eager-1f1b", "zb-h1", "zb-h2")
@@ -268,9 +255,7 @@ class _Search:
 
         def copying(j: int, to: int) -> float:
             source, target = (self._names[made.placement[k]] for k in sorted((j, to)))
-            before = set[int]().union(*[part.outputs for part in parts[: max(j, to)]])
-            sizes = [size for key, size in parts[max(j, to)].inputs.items() if key in before]
-            return self._copy_time(source, target, sum(sizes))
+            return self._copy_time(source, target, total(parts[max(j, to)].inputs))
 
         return max(end for _, end in simulate(made, seconds, copying).values())
 
