@@ -84,7 +84,7 @@ def find_blocks(
         layers = layers_of(model, cuts)
         begins = {name for name, layer in layers.items() if name in cuts or _has_parameters(layer)}
         once = once_for_equal(time_once)
-        costs = measure_calls(model, layers, begins, example, device, once, upstream)
+        costs = measure_calls(model, layers, begins, example, device, once, upstream=upstream)
         return {name: cost.seconds for name, cost in costs.items()}
 
     cuts, names = _refined_cuts(model, each * n, measure)

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -57,18 +57,18 @@ from pipert.skip.store import Carried, Skips
 
 
 class Chain(nn.Module):
-    """Calls layers one after the other."""
+    """Calls layers one after the other, and then a function, such as a loss."""
 
-    def __init__(self, layers: Iterable[nn.Module]) -> None:
+    def __init__(self, layers: Iterable[nn.Module], then: Callable[[Value], Value]) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(layers)
+        self.layers, self.then = nn.ModuleList(layers), then
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         value = Arguments(args, kwargs)
         for layer in self.layers:
             args, kwargs = as_arguments(value)
             value = layer(*args, **kwargs)
-        return value
+        return self.then(value)
 
 
 def in_chain(module: Any) -> dict[str, nn.Module]:
@@ -86,7 +86,7 @@ def measure_layers(
 ) -> Blocks:
     """Return what ``measure`` finds of each layer, in order, for one micro-batch."""
     layers, where = in_chain(module), measuring_device(device, module)
-    chain = Chain(layers.values())
+    chain = Chain(layers.values(), then=lambda value: value)
     return measure_calls(chain, layers, layers, as_arguments(value), where, measure)
 
 
@@ -97,6 +97,8 @@ def measure_calls(
     example: Arguments,
     device: torch.device,
     measure: Measure,
+    *,
+    stays: Value = None,
     upstream: dict[str, set[str]] | None = None,
 ) -> Blocks:
     """Return the cost of each block, by its layer's name, in the order of first calls.
@@ -104,10 +106,12 @@ def measure_calls(
     Args:
         model, layers, begins: the model, its layers, and the names of those that begin a block.
         example: the arguments of one micro-batch.
+        stays: what is in memory anyway, such as a target.
         upstream: gets, by its name, the layers that each one's first arguments were computed from,
             and those of which that is unknown, as their outputs need no gradient.
     """
-    calls = _Calls(model, layers, begins, device, measure, {} if upstream is None else upstream)
+    upstream = {} if upstream is None else upstream
+    calls = _Calls(model, layers, begins, device, measure, stays, upstream)
     elsewhere = any(t.device != device for t in (*model.parameters(), *model.buffers()))
     with (
         unchanged(model, device),
@@ -138,6 +142,7 @@ class _Calls:
         begins: Collection[str],
         device: torch.device,
         measure: Measure,
+        stays: Value,
         upstream: dict[str, set[str]],
     ) -> None:
         self._model, self._begins, self._upstream = model, begins, upstream
@@ -146,7 +151,7 @@ class _Calls:
         self._names = {layer: name for name, layer in layers.items()}
         self._block, self._began, self._known = _FIRST, 0.0, set[int]()
         self._found: dict[str, list[Cost]] = {_FIRST: []}
-        self._weights = self._storages.sizes([*model.parameters(), *model.buffers()])
+        self._weights = self._storages.sizes([*model.parameters(), *model.buffers(), stays])
         self.saved, self._brought = list[Tensor](), list[Tensor]()
         """By the model's own code since the last layer, and for it from other devices."""
         self.gathering = Gathering(device, self._brought)

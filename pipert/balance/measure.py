@@ -75,6 +75,11 @@ class Cost(NamedTuple):
         """The time of the forward and the backward."""
         return self.forward + self.backward
 
+    def with_times(self, other: Cost) -> Cost:
+        """Return these sizes with the times of another."""
+        times = {name: getattr(other, name) for name in (*_TIMES, "deferred")}
+        return self._replace(**times)
+
 
 def joined(costs: Sequence[Cost]) -> Cost:
     """Return the cost of consecutive layers, one or more."""
@@ -174,6 +179,11 @@ class MeasuredCall(NamedTuple):
         return Carried(output, store.skips())
 
     @property
+    def weights(self) -> Sizes:
+        """The copy's parameters and buffers."""
+        return self.storages.sizes([*self.layer.parameters(), *self.layer.buffers()])
+
+    @property
     def kind(self) -> tuple[Hashable, ...]:
         """Classes, settings and shapes of the layer, and of its inputs."""
         modules = tuple([(type(each), *_settings(each)) for each in self.original.modules()])
@@ -213,26 +223,35 @@ def once_for_equal(measure: Measure) -> Measure:
             known[kind], output = measure(call)
             return known[kind], output
         own, output = measure_sizes(call)
-        times = {name: getattr(known[kind], name) for name in (*_TIMES, "deferred")}
-        return own._replace(**times), output
+        return own.with_times(known[kind]), output
 
     return measured
 
 
-def time_once(call: MeasuredCall) -> tuple[Cost, Carried]:
-    """Measure times, computing once: arguments may remember it, as a cache of keys does."""
+def time_once(call: MeasuredCall, is_split: bool = False) -> tuple[Cost, Carried]:
+    """Measure times, computing once: arguments may remember it, as a cache of keys does.
+
+    If ``is_split``, also those of gradients that are deferred, and count what these need.
+    """
     leaves, inputs = call.fresh_inputs()
     output, forward = _timed(call.device, partial(call.forward, inputs))
-    roots = _roots(output)
+    # A tensor that is stashed as well has two gradients.
+    roots = [root for part in parts_of(output) for root in differentiable(part)[0]]
     parameters = [parameter for parameter in call.layer.parameters() if parameter.requires_grad]
     wanted = [*differentiable(leaves)[0], *parameters]
     if not roots or not wanted:
         return Cost(forward), output
     ones = [torch.ones_like(root) for root in roots]
     # Only to these: a cache may lead to other layers, whose backward has already run.
-    run = partial(torch.autograd.grad, roots, wanted, ones, allow_unused=True)
+    options: Any = {"allow_unused": True, "retain_graph": is_split}
+    run = partial(torch.autograd.grad, roots, wanted, ones, **options)
     _, backward = _timed(call.device, run)
-    return Cost(forward, backward), output
+    if not is_split:
+        return Cost(forward, backward), output
+    uses, split = _timed(call.device, partial(_defer, leaves, roots, ones))
+    deferred = total(without(call.storages.sizes([(use.x, use.dy) for use in uses]), call.weights))
+    _, weight = _timed(call.device, partial(compute_deferred, uses))
+    return Cost(forward, backward, split, weight, deferred=deferred), output
 
 
 def time_warm(call: MeasuredCall) -> tuple[Cost, Carried]:
@@ -241,28 +260,22 @@ def time_warm(call: MeasuredCall) -> tuple[Cost, Carried]:
     return time_once(call)
 
 
-def _roots(output: Carried) -> list[Tensor]:
-    """Return where a backward begins: a tensor that is stashed as well has two gradients."""
-    return [root for part in parts_of(output) for root in differentiable(part)[0]]
-
-
 def measure_sizes(call: MeasuredCall) -> tuple[Cost, Carried]:
     """Count what a forward takes, makes and saves."""
     (_, inputs), saved, sizes = call.fresh_inputs(), list[Tensor](), call.storages.sizes
     with collecting_saved(saved):
         output = call.forward(inputs)
-    weights = sizes([*call.layer.parameters(), *call.layer.buffers()])
     cost = Cost(
         inputs=sizes(inputs),
         outputs=sizes(output),
-        saved=without(sizes(saved), weights),
+        saved=without(sizes(saved), call.weights),
         **weights_of(call.original),
     )
     return cost, output
 
 
 def measure_all(call: MeasuredCall) -> tuple[Cost, Carried]:
-    """Measure sizes, and times, also of gradients that are deferred.
+    """Measure sizes and times.
 
     Raises:
         RuntimeError: the layer changes an argument, and could not be recomputed.
@@ -271,19 +284,8 @@ def measure_all(call: MeasuredCall) -> tuple[Cost, Carried]:
     objects = objects_in([*args, *kwargs.values()])
     cost, output = measure_sizes(call)
     refuse_changes(objects)  # before it is called again
-    times, _ = time_once(call)
-    cost = cost._replace(forward=times.forward, backward=times.backward)
-    leaves, inputs = call.fresh_inputs()
-    roots = _roots(call.forward(inputs))
-    if not roots:
-        return cost, output
-    ones = [torch.ones_like(root) for root in roots]
-    uses, split = _timed(call.device, partial(_defer, leaves, roots, ones))
-    sizes = call.storages.sizes
-    weights = sizes([*call.layer.parameters(), *call.layer.buffers()])
-    deferred = total(without(sizes([(use.x, use.dy) for use in uses]), weights))
-    _, weight = _timed(call.device, partial(compute_deferred, uses))
-    return cost._replace(split=split, weight=weight, deferred=deferred), output
+    times, _ = time_once(call, is_split=True)
+    return cost.with_times(times), output
 
 
 def _defer(

@@ -11,7 +11,7 @@ Peak of a device::
 
 ``F`` leaves what the backward needs. ``R`` makes it again. ``B`` frees it from the last block to
 the first, and meanwhile makes gradients of weights; what it defers stays until ``W``. A block, on
-its way back, needs the gradients of its outputs and inputs.
+its way back, needs the gradients of its outputs and inputs; of any one nothing may be freed yet.
 
 Not predicted: fragmentation, workspaces of kernels, and what an allocator holds back.
 """
@@ -102,19 +102,14 @@ def _crossing(costs: Sequence[Cost]) -> Iterator[tuple[int, int, Sizes]]:
 
 def _backward(blocks: Blocks, is_split: bool) -> int:
     """Return the most bytes that a backward needs beyond what is saved."""
-    saved, news = dict[int, int](), list[int]()
-    for block in blocks:
-        news.append(total(without(block.saved, saved)))
-        saved.update(block.saved)
-    most = made = freed = 0
-    waiting = dict[int, int]()  # gradients of what earlier blocks have given
-    for block, new in zip(reversed(blocks), reversed(news), strict=True):
+    makes = [block.deferred if is_split else total(block.trained) for block in blocks]
+    saved = joined(blocks).saved
+    made, freed, most, seen = sum(makes), total(saved), 0, set[int]()
+    for block, own in zip(blocks, makes, strict=True):  # as it is when the backward gets there
+        made -= own
+        freed -= total(without(block.saved, seen))
+        seen |= block.saved.keys()
         # Of what is deferred about half is among the saved ones.
-        own = block.deferred // 2 if is_split else total(block.trained)
-        own += total(block.inputs) + total({**block.outputs, **block.kept})
-        waiting = without(waiting, block.outputs, block.inputs)
-        most = max(most, made + own + total(waiting) - freed)
-        made += block.deferred if is_split else total(block.trained)
-        waiting.update(block.inputs)
-        freed += new
+        need = total(block.inputs) + total(block.outputs) + (own // 2 if is_split else own)
+        most = max(most, need, made + need - freed)
     return most

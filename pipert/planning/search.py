@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections import defaultdict
@@ -10,6 +11,7 @@ from copy import copy
 from functools import cache, partial
 from itertools import accumulate, pairwise, product
 from operator import gt
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,16 +19,34 @@ from torch.optim import Optimizer
 
 from pipert._torch import NormBase
 from pipert._typing import Device, Value
+from pipert.balance.by_calls import find_blocks
 from pipert.balance.by_cost import check_partitions, minimise_longest_block
-from pipert.balance.calls import copy_of, micro_batches
-from pipert.balance.measure import Cost, joined, now, total, without
+from pipert.balance.calls import (
+    Chain,
+    as_arguments,
+    copy_of,
+    in_chain,
+    measure_calls,
+    measuring_device,
+    micro_batches,
+)
+from pipert.balance.measure import (
+    Blocks,
+    Cost,
+    joined,
+    measure_all,
+    medians,
+    now,
+    once_for_equal,
+    total,
+    without,
+)
 from pipert.batch.microbatch import arguments_of
 from pipert.batch.tensors import tensors_of
 from pipert.model.calls import settled
 from pipert.model.devices import default_devices, parse_devices, where_tensors_are
 from pipert.model.split import is_sequential
 from pipert.planning.candidate import Candidate, Candidates, Memory, limits_of, text_of
-from pipert.planning.costs import blocks_of
 from pipert.planning.memory import peaks
 from pipert.schedules.action import BACKWARD, FORWARD, RECOMPUTE, WEIGHT, Action
 from pipert.schedules.plan import Plan, plan, recomputed_in_each
@@ -34,6 +54,7 @@ from pipert.schedules.simulate import most_kept, simulate
 
 __all__ = ["plan_for"]
 
+LossFn = Callable[..., Tensor] | None
 _log = logging.getLogger("pipert")
 
 
@@ -42,7 +63,7 @@ def plan_for(
     example: Value,
     *,
     memory: Memory | Sequence[Memory],
-    loss_fn: Callable[..., Tensor] | None = None,
+    loss_fn: LossFn = None,
     target: Value = None,
     devices: Iterable[Device] | None = None,
     chunks: int | Sequence[int] | None = None,
@@ -99,7 +120,7 @@ def plan_for(
     d, is_cut = len(names), not is_sequential(model)
     if is_cut:
         example = arguments_of(example)
-    costs_for = blocks_of(model, loss_fn, d, where[0], micro_batches(example, d)[0])
+    costs_for = _blocks_of(model, loss_fn, d, where[0], micro_batches(example, d)[0])
     rows = min([len(tensor) for tensor in tensors_of(example)[0] if tensor.dim()], default=1)
     if any(isinstance(module, NormBase) and module.training for module in model.modules()):
         rows //= 2  # statistics need two
@@ -156,6 +177,52 @@ def _scale_of(optimizer: Optimizer | Callable[..., Optimizer] | None) -> float:
     one.step()
     state = tensors_of([*one.state[parameter].values()])[0]
     return 2 + sum([tensor.nbytes for tensor in state]) / parameter.nbytes
+
+
+def _blocks_of(
+    model: nn.Module, loss_fn: LossFn, d: int, where: torch.device, first: Value
+) -> Callable[[Value, Value], Blocks]:
+    """Find the blocks of a model for ``d`` devices: its layers if it is an ``nn.Sequential``, else
+    those of the calls for a ``first`` micro-batch.
+
+    Returns:
+        What measures them for a micro-batch and its target.
+    """
+    measuring_device(where, model)  # refuses parameters without values
+    layers, begins, chain = {"": model}, [""], [model]
+    if is_sequential(model):
+        layers = in_chain(model)
+        begins, chain = [*layers], [*layers.values()]
+        check_partitions(d, len(chain))
+    elif d > 1:
+        layers, begins = find_blocks(model, d, as_arguments(first), where, 2)
+
+    def costs_for(value: Value, target: Value) -> Blocks:
+        whole = Chain(chain, then=lambda y: y if loss_fn is None else loss_fn(y, target))
+
+        def measure() -> Blocks:
+            once = once_for_equal(measure_all)
+            example = as_arguments(value)
+            return measure_calls(whole, layers, begins, example, where, once, stays=target)
+
+        with _without_caches(model):
+            return medians([measure() for _ in range(3)])
+
+    return costs_for
+
+
+@contextlib.contextmanager
+def _without_caches(model: nn.Module) -> Iterator[None]:
+    """Let models of transformers make no cache by default, as in a pipe that recomputes."""
+    configs = [vars(module).get("config") for module in model.modules()]
+    ones: list[Any] = [each for each in configs if getattr(each, "use_cache", None) is True]
+    for config in ones:
+        config.use_cache = False
+    try:
+        yield
+    finally:
+        for config in ones:
+            config.use_cache = True
 
 
 _STRAIGHT = ("1f1b", "eager-1f1b", "zb-h1", "zb-h2")
