@@ -248,7 +248,10 @@ def time_once(call: MeasuredCall, is_split: bool = False) -> tuple[Cost, Carried
     _, backward = _timed(call.device, run)
     if not is_split:
         return Cost(forward, backward), output
-    uses, split = _timed(call.device, partial(_defer, leaves, roots, ones))
+    edges, uses = [edge_of(root) for root in roots], list[DeferredGradients]()
+    reachable = find_leaves([edge.node for edge in edges])
+    defer = partial(defer_weights, edges, differentiable(leaves)[0], ones, reachable, uses)
+    _, split = _timed(call.device, defer)
     deferred = total(without(call.storages.sizes([(use.x, use.dy) for use in uses]), call.weights))
     _, weight = _timed(call.device, partial(compute_deferred, uses))
     return Cost(forward, backward, split, weight, deferred=deferred), output
@@ -286,16 +289,6 @@ def measure_all(call: MeasuredCall) -> tuple[Cost, Carried]:
     refuse_changes(objects)  # before it is called again
     times, _ = time_once(call, is_split=True)
     return cost.with_times(times), output
-
-
-def _defer(
-    inputs: Carried, roots: Sequence[Tensor], ones: Sequence[Tensor]
-) -> list[DeferredGradients]:
-    """Differentiate a layer, except for the gradients that can be deferred; return these."""
-    edges = [edge_of(root) for root in roots]
-    later, reachable = list[DeferredGradients](), find_leaves([edge.node for edge in edges])
-    defer_weights(edges, differentiable(inputs)[0], ones, reachable, later)
-    return later
 
 
 def weights_of(module: nn.Module) -> dict[str, Any]:

@@ -127,7 +127,7 @@ def plan_for(
     tried = [chunks] if isinstance(chunks, int) else chunks
     tried = tried or [k * d for k in (1, 2, 4, 8) if k * d <= rows] or [1]
     # Several numbers of chunks may make the same micro-batches.
-    split = [micro_batches(example, m) for m in tried]
+    firsts = {len(batches): batches[0] for batches in (micro_batches(example, m) for m in tried)}
     sizes = [sum(tensor.nbytes for tensor in tensors_of(x)[0]) for x in (example, target)]
     _log.info(
         "plan_for measures the layers on %s for chunks=%s: equal ones once, the others run some "
@@ -135,7 +135,6 @@ def plan_for(
     )  # fmt: skip
     search = partial(_Search, names, limits, _scale_of(optimizer), sizes, is_cut)
     found = list[Candidate]()
-    firsts = {len(batches): batches[0] for batches in split}
     for m, value in firsts.items():
         aim = None if target is None else settled(micro_batches(target, m)[0], where[0])
         found += search(m, costs_for(value, aim)).candidates()
@@ -162,10 +161,6 @@ def _scale_of(optimizer: Optimizer | Callable[..., Optimizer] | None) -> float:
     """Return the memory of a parameter, its gradient and its state, relative to the parameter's."""
     if optimizer is None:
         return 2.0
-    if not (isinstance(optimizer, Optimizer) or callable(optimizer)):
-        raise TypeError(
-            f"optimizer must be one, or its class, such as torch.optim.AdamW, got {optimizer!r}"
-        )
     parameter = nn.Parameter(torch.zeros(64, 64))
     parameter.grad = torch.zeros_like(parameter)
     if isinstance(optimizer, Optimizer):  # not a step of its own
