@@ -163,15 +163,19 @@ def _scale_of(optimizer: Optimizer | Callable[..., Optimizer] | None) -> float:
         return 2.0
     parameter = nn.Parameter(torch.zeros(64, 64))
     parameter.grad = torch.zeros_like(parameter)
-    if isinstance(optimizer, Optimizer):  # not a step of its own
+    if not isinstance(optimizer, Optimizer):
+        one = optimizer([parameter])
+        one.step()
+    elif optimizer.state:
+        one = optimizer
+    else:  # not a step of its own
         one = copy(optimizer)
         one.state, one.param_groups = defaultdict(dict), []
         one.add_param_group({**optimizer.param_groups[0], "params": [parameter]})
-    else:
-        one = optimizer([parameter])
-    one.step()
-    state = tensors_of([*one.state[parameter].values()])[0]
-    return 2 + sum([tensor.nbytes for tensor in state]) / parameter.nbytes
+        one.step()
+    state = tensors_of([[*values.values()] for values in one.state.values()])[0]
+    of_parameters = sum([each.nbytes for each in one.state]) or 1
+    return 2 + sum([tensor.nbytes for tensor in state]) / of_parameters
 
 
 def _blocks_of(
