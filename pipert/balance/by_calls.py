@@ -12,7 +12,7 @@ their block, are no places to cut.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import accumulate
 
 import torch
@@ -21,12 +21,10 @@ from torch import nn
 from pipert._typing import Device, Value
 from pipert.balance.by_cost import balance_by_cost, check_partitions
 from pipert.balance.calls import measure_calls, measuring_device
-from pipert.balance.measure import Cost, counting, once_for_equal, repeated, time_once
+from pipert.balance.measure import Blocks, once_for_equal, repeated, time_once
 from pipert.batch.microbatch import Arguments, arguments_of
 from pipert.layers.compiling import is_compiled_itself
 from pipert.model.cuts import is_called, layers_of
-
-Times = dict[str, float]
 
 _LISTS = (nn.ModuleList, nn.Sequential)
 
@@ -55,13 +53,11 @@ def choose_cuts(
     arguments = arguments_of(example)
 
     layers, names = find_blocks(model, n, arguments, where)
-    with counting(f"measuring {len(names)} blocks for {n} partitions", time_once) as measured:
 
-        def measure() -> list[Cost]:
-            costs = measure_calls(model, layers, names, arguments, where, measured)
-            return [costs[name] for name in names]
+    def measure() -> Blocks:
+        return measure_calls(model, layers, names, arguments, where, once_for_equal(time_once))
 
-        times = repeated(measure, timeout)
+    times = repeated(measure, timeout)
     return [names[k] for k in accumulate(balance_by_cost(times, n)[:-1])]
 
 
@@ -82,37 +78,20 @@ def find_blocks(
             "plain module, and compile its layers, layer.compile(), before it becomes a pipe"
         )
 
-    def measure(cuts: set[str], upstream: dict[str, set[str]]) -> Times:
-        layers = layers_of(model, cuts)
+    def measure() -> tuple[Blocks, dict[str, set[str]]]:
+        layers, upstream = layers_of(model, cuts), dict[str, set[str]]()
         begins = {name for name, layer in layers.items() if name in cuts or _has_parameters(layer)}
-        once = once_for_equal(measured)
+        once = once_for_equal(time_once)
         costs = measure_calls(model, layers, begins, example, device, once, upstream=upstream)
-        return {name: cost.seconds for name, cost in costs.items()}
+        return costs, upstream
 
-    with counting("finding where the model can be cut", time_once) as measured:
-        cuts, names = _refined_cuts(model, each * n, measure)
-    if len(names) < n:
-        raise ValueError(
-            f"partitions must be at most {len(names)}, got {n}: the example calls so many modules "
-            f"at which the model can be cut, {names}; use fewer partitions, or pass cuts, or call "
-            "eval() first if the model drops layers"
-        )
-    return layers_of(model, cuts), names
-
-
-def _refined_cuts(
-    model: nn.Module, n: int, measure: Callable[[set[str], dict[str, set[str]]], Times]
-) -> tuple[set[str], list[str]]:
-    """Splits blocks that take more than their share, where it can; returns cuts and block names."""
-    cuts, whole = set(_pieces(model, "")), set[str]()
-    split: dict[str, set[str]] = {}
-    measure(cuts, {})  # to warm up: whatever runs first is slow
-    while True:
-        upstream = dict[str, set[str]]()
-        times = measure(cuts, upstream)
-        share = sum(times.values()) / n
+    cuts, whole, split = set(_pieces(model, "")), set[str](), dict[str, set[str]]()
+    measure()  # to warm up: whatever runs first is slow
+    while True:  # split blocks that take more than their share, where it can
+        costs, upstream = measure()
+        share = sum([cost.seconds for cost in costs.values()]) / (each * n)
         # A layer need not call its pieces: it may use their parameters and compute by itself.
-        called = {name: [*filter(pieces.__contains__, times)] for name, pieces in split.items()}
+        called = {name: [*filter(pieces.__contains__, costs)] for name, pieces in split.items()}
         useless = {
             name for name, pieces in called.items()
             if not pieces
@@ -120,11 +99,18 @@ def _refined_cuts(
         }  # fmt: skip
         cuts = cuts.union(useless).difference(*(split[name] for name in useless))
         whole |= useless
-        long = [name for name, seconds in times.items() if seconds > share and name not in whole]
+        long = [name for name in costs if costs[name].seconds > share and name not in whole]
         split = {name: pieces for name in long if (pieces := set(_parts(model, name)))}
         if not split and not useless:
-            return cuts, list(times)
+            break
         cuts = cuts.difference(split).union(*split.values())
+    if len(costs) < n:
+        raise ValueError(
+            f"partitions must be at most {len(costs)}, got {n}: the example calls so many modules "
+            f"at which the model can be cut, {[*costs]}; use fewer partitions, or pass cuts, or "
+            "call eval() first if the model drops layers"
+        )
+    return layers_of(model, cuts), [*costs]
 
 
 def _parts(model: nn.Module, name: str) -> list[str]:

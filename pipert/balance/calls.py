@@ -6,7 +6,7 @@ computed by a copy on the measuring device, made for this call, and measured by 
 gets its detached output. Parameters, gradients, buffers and torch's random state stay unchanged;
 forward hooks run.
 
-The layers of an ``nn.Sequential`` run one after the other. Of any other model its own forward runs:
+The model's own forward runs, and layers of an ``nn.Sequential`` one after the other:
 
 1. A *block* begins with the first call of its module. All that is measured belongs to the current
    block, including repeated calls of earlier layers and the model's own code between layers. What
@@ -14,7 +14,8 @@ The layers of an ``nn.Sequential`` run one after the other. Of any other model i
 2. The backward of a layer starts from ones for its output and ends at its parameters and those
    arguments that need a gradient. There is none if its output needs no gradient, as under
    ``no_grad``.
-3. Of the model's own code only the forward is measured; its backward counts as twice that.
+3. Of the model's own code only the forward is measured; its backward counts as twice that. What
+   makes no tensor costs nothing.
 4. The model may be on other devices: every tensor that an operation of its own code uses is brought
    to the measuring device.
 """
@@ -23,7 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from torch import Tensor, nn
 from pipert._typing import Device, Value
 from pipert.autograd.hooks import checkpoint_around, without_hooks
 from pipert.balance.measure import (
+    Blocks,
     Cost,
     Measure,
     MeasuredCall,
@@ -54,54 +56,38 @@ from pipert.skip.declarations import keys_of, verify_skippables
 from pipert.skip.store import Carried, Skips
 
 
-class _Round:
-    """Calls copies of layers, each made for one call."""
+class Chain(nn.Module):
+    """Calls layers one after the other, and then a function, such as a loss."""
 
-    def __init__(self, device: torch.device, measure: Measure) -> None:
-        self.device, self.storages, self._measure = device, Storages(), measure
+    def __init__(self, layers: Iterable[nn.Module], then: Callable[[Value], Value]) -> None:
+        super().__init__()
+        self.layers, self.then = nn.ModuleList(layers), then
 
-    def call(self, name: str, layer: nn.Module, inputs: Carried) -> tuple[Cost, Carried]:
-        """Return what was measured, and a detached copy of the output."""
-        try:
-            copied = copy_of(layer, self.device)
-            one = MeasuredCall(layer, copied, self.device, inputs, self.storages)
-            found, output = self._measure(one)
-        except Exception as error:
-            error.add_note(f"while layer {name!r} ({type(layer).__qualname__}) was measured")
-            raise
-        torch.clear_autocast_cache()  # it would keep the copy alive
-        # No leaves: the model may change them in place.
-        return found, self.storages.copied(settled(output, self.device))
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        value = Arguments(args, kwargs)
+        for layer in self.layers:
+            args, kwargs = as_arguments(value)
+            value = layer(*args, **kwargs)
+        return self.then(value)
 
 
-@contextlib.contextmanager
-def _unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
-    with unchanged(model, device), torch.inference_mode(False), torch.enable_grad():
-        yield
+def in_chain(module: Any) -> dict[str, nn.Module]:
+    """Return the layers of a Sequential; each is another module, even if one is there twice."""
+    check_module(module)
+    verify_skippables(module)
+    layers = dict[str, nn.Module]()
+    for name, layer in zip(module._modules, module, strict=True):
+        layers[name] = copy.copy(layer) if layer in layers.values() else layer
+    return layers
 
 
 def measure_layers(
     module: nn.Sequential, value: Value, device: Device | None, measure: Measure
-) -> list[Cost]:
+) -> Blocks:
     """Return what ``measure`` finds of each layer, in order, for one micro-batch."""
-    check_module(module)
-    verify_skippables(module)
-    where = measuring_device(device, module)
-    named = [(name, layer) for name, layer in module._modules.items() if layer is not None]
-    current, stashed, costs = _Round(where, measure), Skips(), list[Cost]()
-    with _unchanged(module, where):
-        value = current.storages.copied(settled(value, where))
-        for name, layer in named:
-            keys = keys_of(nn.Sequential(layer))
-            popped = {key: stashed.pop(key) for key in keys if key in stashed}
-            inputs = Carried(as_arguments(value), popped)
-            cost, (value, left) = current.call(name, layer, inputs)
-            # A skip crosses a cut by itself, also where the next layer gets the same tensor.
-            tensors, rebuild = tensors_of(left)
-            left = rebuild(tuple([tensor.clone() for tensor in tensors]))
-            costs.append(cost._replace(outputs=current.storages.sizes((value, left))))
-            stashed.update(left)
-    return costs
+    layers, where = in_chain(module), measuring_device(device, module)
+    chain = Chain(layers.values(), then=lambda value: value)
+    return measure_calls(chain, layers, layers, as_arguments(value), where, measure)
 
 
 def measure_calls(
@@ -112,23 +98,25 @@ def measure_calls(
     device: torch.device,
     measure: Measure,
     *,
-    then: Callable[[Value], object] = lambda output: output,
+    stays: Value = None,
     upstream: dict[str, set[str]] | None = None,
-) -> dict[str, Cost]:
+) -> Blocks:
     """Return the cost of each block, by its layer's name, in the order of first calls.
 
     Args:
         model, layers, begins: the model, its layers, and the names of those that begin a block.
         example: the arguments of one micro-batch.
-        then: gets the model's output, and counts as its own code: a loss.
+        stays: what is in memory anyway, such as a target.
         upstream: gets, by its name, the layers that each one's first arguments were computed from,
             and those of which that is unknown, as their outputs need no gradient.
     """
-    made_by = {} if upstream is None else upstream
-    calls = _Calls(model, layers, begins, _Round(device, measure), made_by)
+    upstream = {} if upstream is None else upstream
+    calls = _Calls(model, layers, begins, device, measure, stays, upstream)
     elsewhere = any(t.device != device for t in (*model.parameters(), *model.buffers()))
     with (
-        _unchanged(model, device),
+        unchanged(model, device),
+        torch.inference_mode(False),
+        torch.enable_grad(),
         collecting_saved(calls.saved),
         intercepted(layers.values(), calls),
         calls.gathering if elsewhere else contextlib.nullcontext(),
@@ -137,7 +125,6 @@ def measure_calls(
         calls.note((args, kwargs), set())
         calls.begin_own_code()
         output = model(*args, **kwargs)
-        then(output)
         calls.end_own_code(output)
     return calls.costs()
 
@@ -153,23 +140,27 @@ class _Calls:
         model: nn.Module,
         layers: Mapping[str, nn.Module],
         begins: Collection[str],
-        current: _Round,
+        device: torch.device,
+        measure: Measure,
+        stays: Value,
         upstream: dict[str, set[str]],
     ) -> None:
-        self._model, self._begins, self._round, self._upstream = model, begins, current, upstream
+        self._model, self._begins, self._upstream = model, begins, upstream
+        self._device, self._measure = device, measure
+        self._storages, self._skips = Storages(), Skips()
         self._names = {layer: name for name, layer in layers.items()}
         self._block, self._began, self._known = _FIRST, 0.0, set[int]()
         self._found: dict[str, list[Cost]] = {_FIRST: []}
-        self._weights = current.storages.sizes([*model.parameters(), *model.buffers()])
+        self._weights = self._storages.sizes([*model.parameters(), *model.buffers(), stays])
         self.saved, self._brought = list[Tensor](), list[Tensor]()
         """By the model's own code since the last layer, and for it from other devices."""
-        self.gathering = Gathering(current.device, self._brought)
+        self.gathering = Gathering(device, self._brought)
         self._unknown = set[str]()
         self._checkpoint: object = None  # around the last layer
         self._made_by = dict[Any, tuple[set[str], Sizes]]()
         """By the node of what layers get and give, the layers that computed it, and its bytes."""
 
-    def costs(self) -> dict[str, Cost]:
+    def costs(self) -> Blocks:
         """Return the costs of the blocks; weights of no layer that was called are the first's."""
         self._found.pop(_FIRST, None)
         found = {name: joined(costs) for name, costs in self._found.items()}
@@ -183,7 +174,7 @@ class _Calls:
         """Start the clock, before the model runs and behind each layer."""
         self.saved.clear()
         self._brought.clear()
-        self._began = now(self._round.device)
+        self._began = now(self._device)
 
     def end_own_code(self, value: Value) -> set[str]:
         """Count what the model's own code has cost, before a layer gets ``value``.
@@ -191,14 +182,14 @@ class _Calls:
         Returns:
             The layers from whose outputs it was computed.
         """
-        seconds = now(self._round.device) - self._began
-        sizes = self._round.storages.sizes
+        seconds = now(self._device) - self._began
+        sizes = self._storages.sizes
         names, used = self._sources(value)
         saved = without(sizes(self.saved), self._weights, sizes(self._brought))
         made = without(sizes(value), self._known)
         self.note(value, names)
-        times = seconds, 2 * seconds, 2 * seconds  # rule 3
-        cost = Cost(*times, inputs=used, outputs=made, saved=saved, kept=saved)
+        cost = Cost(seconds, 2 * seconds, 2 * seconds) if made else Cost()
+        cost = cost._replace(inputs=used, outputs=made, saved=saved, kept=saved)
         self._found[self._block].append(cost)
         return names
 
@@ -217,20 +208,41 @@ class _Calls:
         self._upstream.setdefault(name, upstream)
         # Without the hooks of a checkpoint around layers.
         with self.gathering.paused(), without_hooks():
-            cost, output = self._round.call(name, module, Carried(arguments, {}))
+            cost, output = self._measured(name, module, arguments)
         self._found[self._block].append(cost)
         self.note(output, upstream | {name})
         if not differentiable(output)[0]:
             self._unknown.add(name)
         self.begin_own_code()
-        return output.value
+        return output
+
+    def _measured(self, name: str, layer: nn.Module, arguments: Arguments) -> tuple[Cost, Value]:
+        """Return what was measured of one call, and a detached copy of the output."""
+        keys = keys_of(nn.Sequential(layer))
+        popped = {key: self._skips.pop(key) for key in keys if key in self._skips}
+        try:
+            copied = copy_of(layer, self._device)
+            inputs = Carried(arguments, popped)
+            one = MeasuredCall(layer, copied, self._device, inputs, self._storages)
+            cost, output = self._measure(one)
+        except Exception as error:
+            error.add_note(f"while layer {name!r} ({type(layer).__qualname__}) was measured")
+            raise
+        torch.clear_autocast_cache()  # it would keep the copy alive
+        # No leaves: the model may change them in place.
+        value, left = self._storages.copied(settled(output, self._device))
+        # A skip crosses a cut by itself, also where the next layer gets the same tensor.
+        tensors, rebuild = tensors_of(left)
+        left = rebuild(tuple([tensor.clone() for tensor in tensors]))
+        self._skips.update(left)
+        return cost._replace(outputs=self._storages.sizes((value, left))), value
 
     def note(self, value: Value, names: set[str]) -> None:
         """Note what goes into or comes out of a layer, and the layers that it was computed by."""
-        self._known |= self._round.storages.sizes(value).keys()
+        self._known |= self._storages.sizes(value).keys()
         for tensor in tensors_of(value)[0]:
             if tensor.grad_fn is not None:
-                self._made_by[tensor.grad_fn] = names, self._round.storages.sizes(tensor)
+                self._made_by[tensor.grad_fn] = names, self._storages.sizes(tensor)
 
     def _sources(self, value: Value) -> tuple[set[str], Sizes]:
         """Return the layers by which a value was computed, and the bytes of what the model's own

@@ -9,13 +9,9 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import re
-import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from functools import partial, reduce
-from importlib import import_module
-from importlib.util import find_spec
-from itertools import product
-from statistics import median, median_low
+from functools import partial
+from statistics import median
 from time import perf_counter
 from typing import Any, NamedTuple, TypeVar
 
@@ -32,7 +28,6 @@ from pipert.batch.tensors import differentiable, tensors_of
 from pipert.model.calls import settled
 from pipert.skip.store import Carried, Store, of_task, parts_of
 
-A = TypeVar("A")
 T = TypeVar("T")
 
 Sizes = Mapping[int, int]
@@ -74,46 +69,55 @@ class Cost(NamedTuple):
     """The part of ``saved`` that is not recomputed: of the model's own code, and of the loss."""
     deferred: int = 0
     """Bytes that are kept for the gradients that can be deferred."""
-    kind: tuple[Hashable, ...] = ()
-    """For each layer what those of the same class, with the same shapes, have in common."""
 
     @property
     def seconds(self) -> float:
         """The time of the forward and the backward."""
         return self.forward + self.backward
 
-    def joined(self, later: Cost) -> Cost:
-        """Return the cost of this and of what comes ``later``."""
-        inputs = {**self.inputs, **without(later.inputs, self.outputs)}
-        return Cost(*map(_added, self, later))._replace(inputs=inputs)
-
-
-def _added(a: Any, b: Any) -> Any:
-    return {**a, **b} if isinstance(a, dict) else a + b
+    def with_times(self, other: Cost) -> Cost:
+        """Return these sizes with the times of another."""
+        times = {name: getattr(other, name) for name in (*_TIMES, "deferred")}
+        return self._replace(**times)
 
 
 def joined(costs: Sequence[Cost]) -> Cost:
     """Return the cost of consecutive layers, one or more."""
-    return reduce(Cost.joined, costs)
+
+    def added(a: Any, b: Any) -> Any:
+        return {**a, **b} if isinstance(a, dict) else a + b
+
+    found = costs[0]
+    for later in costs[1:]:
+        inputs = {**found.inputs, **without(later.inputs, found.outputs)}
+        found = Cost(*map(added, found, later))._replace(inputs=inputs)
+    return found
 
 
+Blocks = dict[str, Cost]
+"""The costs of blocks, by the name of the layer with which each begins."""
 _TIMES = "forward", "backward", "split", "weight"
-_NOISE = 0.25
-"""A layer counts as slower than equal ones only if it is, by this share, in each round."""
 
 
-def medians(rounds: Sequence[Sequence[Cost]]) -> list[Cost]:
-    """Return the first round's costs with the median times of all; equal layers take as long."""
-    costs, equal = [*rounds[0]], dict[Hashable, list[int]]()
-    for k, cost in enumerate(costs):
-        equal.setdefault(cost.kind, []).append(k)
-    for same, name in product(equal.values(), _TIMES):
-        times = {k: [getattr(each[k], name) for each in rounds] for k in same}
-        middle = median_low(map(median, times.values()))
-        for k, own in times.items():
-            is_equal = min(own) <= (1 + _NOISE) * middle and max(own) >= (1 - _NOISE) * middle
-            costs[k] = costs[k]._replace(**{name: middle if is_equal else median(own)})
-    return costs
+def medians(rounds: Sequence[Blocks]) -> Blocks:
+    """Return the first round's costs, with the median times of all."""
+    return {
+        name: cost._replace(**{
+            time: median([getattr(each[name], time) for each in rounds]) for time in _TIMES
+        })
+        for name, cost in rounds[0].items()
+    }
+
+
+def repeated(measure: Callable[[], Blocks], timeout: float) -> list[float]:
+    """Call ``measure``, once or more, for ``timeout`` seconds; return medians of its times."""
+    if not timeout >= 0:
+        raise ValueError(f"timeout must be a number of seconds, 0 or more, got {timeout!r}")
+    deadline = perf_counter() + timeout
+    rounds = [measure()]
+    while perf_counter() < deadline:
+        rounds.append(measure())
+    return [cost.seconds for cost in medians(rounds).values()]
 
 
 class Storages:
@@ -175,6 +179,11 @@ class MeasuredCall(NamedTuple):
         return Carried(output, store.skips())
 
     @property
+    def weights(self) -> Sizes:
+        """The copy's parameters and buffers."""
+        return self.storages.sizes([*self.layer.parameters(), *self.layer.buffers()])
+
+    @property
     def kind(self) -> tuple[Hashable, ...]:
         """Classes, settings and shapes of the layer, and of its inputs."""
         modules = tuple([(type(each), *_settings(each)) for each in self.original.modules()])
@@ -183,7 +192,7 @@ class MeasuredCall(NamedTuple):
         found = tensors_of([*self.original.parameters(), *self.original.buffers(), self.inputs])[0]
         shapes = [(each.shape, each.dtype, each.requires_grad) for each in found]
         memory = self.storages.sizes(self.inputs).values()
-        return ((modules, *shapes, *memory, *map(repr, constants)),)
+        return (modules, *shapes, *memory, *map(repr, constants))
 
 
 _CONSTANT = bool | int | float | str
@@ -214,37 +223,38 @@ def once_for_equal(measure: Measure) -> Measure:
             known[kind], output = measure(call)
             return known[kind], output
         own, output = measure_sizes(call)
-        times = {name: getattr(known[kind], name) for name in (*_TIMES, "deferred")}
-        return own._replace(**times), output
+        return own.with_times(known[kind]), output
 
     return measured
 
 
-def repeated(measure: Callable[[], Sequence[Cost]], timeout: float) -> list[float]:
-    """Call ``measure``, once or more, for ``timeout`` seconds; return medians of its times."""
-    if not timeout >= 0:
-        raise ValueError(f"timeout must be a number of seconds, 0 or more, got {timeout!r}")
-    deadline = perf_counter() + timeout
-    rounds = [measure()]
-    while perf_counter() < deadline:
-        rounds.append(measure())
-    return [cost.seconds for cost in medians(rounds)]
+def time_once(call: MeasuredCall, is_split: bool = False) -> tuple[Cost, Carried]:
+    """Measure times, computing once: arguments may remember it, as a cache of keys does.
 
-
-def time_once(call: MeasuredCall) -> tuple[Cost, Carried]:
-    """Measure times, computing once: arguments may remember it, as a cache of keys does."""
+    If ``is_split``, also those of gradients that are deferred, and count what these need.
+    """
     leaves, inputs = call.fresh_inputs()
     output, forward = _timed(call.device, partial(call.forward, inputs))
-    roots = _roots(output)
+    # A tensor that is stashed as well has two gradients.
+    roots = [root for part in parts_of(output) for root in differentiable(part)[0]]
     parameters = [parameter for parameter in call.layer.parameters() if parameter.requires_grad]
     wanted = [*differentiable(leaves)[0], *parameters]
     if not roots or not wanted:
-        return Cost(forward, kind=call.kind), output
+        return Cost(forward), output
     ones = [torch.ones_like(root) for root in roots]
     # Only to these: a cache may lead to other layers, whose backward has already run.
-    run = partial(torch.autograd.grad, roots, wanted, ones, allow_unused=True)
+    options: Any = {"allow_unused": True, "retain_graph": is_split}
+    run = partial(torch.autograd.grad, roots, wanted, ones, **options)
     _, backward = _timed(call.device, run)
-    return Cost(forward, backward, kind=call.kind), output
+    if not is_split:
+        return Cost(forward, backward), output
+    edges, uses = [edge_of(root) for root in roots], list[DeferredGradients]()
+    reachable = find_leaves([edge.node for edge in edges])
+    defer = partial(defer_weights, edges, differentiable(leaves)[0], ones, reachable, uses)
+    _, split = _timed(call.device, defer)
+    deferred = total(without(call.storages.sizes([(use.x, use.dy) for use in uses]), call.weights))
+    _, weight = _timed(call.device, partial(compute_deferred, uses))
+    return Cost(forward, backward, split, weight, deferred=deferred), output
 
 
 def time_warm(call: MeasuredCall) -> tuple[Cost, Carried]:
@@ -253,29 +263,22 @@ def time_warm(call: MeasuredCall) -> tuple[Cost, Carried]:
     return time_once(call)
 
 
-def _roots(output: Carried) -> list[Tensor]:
-    """Return where a backward begins: a tensor that is stashed as well has two gradients."""
-    return [root for part in parts_of(output) for root in differentiable(part)[0]]
-
-
 def measure_sizes(call: MeasuredCall) -> tuple[Cost, Carried]:
     """Count what a forward takes, makes and saves."""
     (_, inputs), saved, sizes = call.fresh_inputs(), list[Tensor](), call.storages.sizes
     with collecting_saved(saved):
         output = call.forward(inputs)
-    weights = sizes([*call.layer.parameters(), *call.layer.buffers()])
     cost = Cost(
         inputs=sizes(inputs),
         outputs=sizes(output),
-        saved=without(sizes(saved), weights),
-        kind=call.kind,
+        saved=without(sizes(saved), call.weights),
         **weights_of(call.original),
     )
     return cost, output
 
 
 def measure_all(call: MeasuredCall) -> tuple[Cost, Carried]:
-    """Measure times and sizes.
+    """Measure sizes and times.
 
     Raises:
         RuntimeError: the layer changes an argument, and could not be recomputed.
@@ -284,36 +287,8 @@ def measure_all(call: MeasuredCall) -> tuple[Cost, Carried]:
     objects = objects_in([*args, *kwargs.values()])
     cost, output = measure_sizes(call)
     refuse_changes(objects)  # before it is called again
-    rounds = [[_time_deferred(call)] for _ in range(3)]
-    (times,) = medians(rounds)
-    found = {name: getattr(times, name) for name in (*_TIMES, "deferred")}
-    return cost._replace(**found), output
-
-
-def _time_deferred(call: MeasuredCall) -> Cost:
-    """Measure times, also of gradients that are deferred, and count what these need."""
-    cost, _ = time_once(call)
-    leaves, inputs = call.fresh_inputs()
-    roots = _roots(call.forward(inputs))
-    if not roots:
-        return cost
-    ones = [torch.ones_like(root) for root in roots]
-    uses, split = _timed(call.device, partial(_defer, leaves, roots, ones))
-    sizes = call.storages.sizes
-    weights = sizes([*call.layer.parameters(), *call.layer.buffers()])
-    deferred = total(without(sizes([(use.x, use.dy) for use in uses]), weights))
-    _, weight = _timed(call.device, partial(compute_deferred, uses))
-    return cost._replace(split=split, weight=weight, deferred=deferred)
-
-
-def _defer(
-    inputs: Carried, roots: Sequence[Tensor], ones: Sequence[Tensor]
-) -> list[DeferredGradients]:
-    """Differentiate a layer, except for the gradients that can be deferred; return these."""
-    edges = [edge_of(root) for root in roots]
-    later, reachable = list[DeferredGradients](), find_leaves([edge.node for edge in edges])
-    defer_weights(edges, differentiable(inputs)[0], ones, reachable, later)
-    return later
+    times, _ = time_once(call, is_split=True)
+    return cost.with_times(times), output
 
 
 def weights_of(module: nn.Module) -> dict[str, Any]:
@@ -349,19 +324,3 @@ def collecting_saved(found: list[Tensor]) -> Iterator[None]:
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         yield
-
-
-@contextlib.contextmanager
-def counting(what: str, measure: Callable[[A], T]) -> Iterator[Callable[[A], T]]:
-    """Yield ``measure``, whose calls a bar counts: with tqdm, if it is there, on a terminal."""
-    if sys.stderr is None or not sys.stderr.isatty() or find_spec("tqdm") is None:
-        yield measure
-        return
-    with import_module("tqdm").tqdm(desc=what, unit=" layers", leave=False) as bar:
-
-        def counted(call: A) -> T:
-            found = measure(call)
-            bar.update()
-            return found
-
-        yield counted

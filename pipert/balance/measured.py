@@ -11,10 +11,11 @@ from pipert._typing import Device, Value
 from pipert.balance.by_cost import balance_by_cost, check_partitions, minimise_longest_block
 from pipert.balance.calls import measure_layers, micro_batches
 from pipert.balance.measure import (
+    Blocks,
     Cost,
     MeasuredCall,
-    counting,
     measure_sizes,
+    once_for_equal,
     repeated,
     time_warm,
     total,
@@ -66,8 +67,8 @@ def layer_times(
     """Measures how long each layer takes, forward and backward, in seconds.
 
     The measurement cycles through the layers, so that a disturbance affects all alike. Each round
-    runs a layer once to warm up and once to time it; the result is the median over the rounds, and
-    over layers of one class, settings and shapes, unless one is slower or faster in each round.
+    runs a layer once to warm up and once to time it; the result is the median over the rounds. Of
+    layers of one class, settings and shapes the first is timed.
     Copies of the layers run, with the layers' forward hooks: the module, its gradients, buffers and
     mode, and torch's random state stay unchanged.
 
@@ -88,8 +89,11 @@ def layer_times(
         Exception: whatever a layer raises, with a note that names the layer.
     """
     value = micro_batches(example, chunks)[0]
-    with counting("measuring layers", time_warm) as measure:
-        return repeated(lambda: measure_layers(module, value, device, measure), timeout)
+
+    def measure() -> Blocks:
+        return measure_layers(module, value, device, once_for_equal(time_warm))
+
+    return repeated(measure, timeout)
 
 
 class LayerSize(NamedTuple):
@@ -180,7 +184,8 @@ def layer_sizes(
         popped.append(total(call.storages.sizes(call.inputs.skips)))
         return measure_sizes(call)
 
-    costs = measure_layers(module, micro_batches(example, chunks)[0], device, measure)
+    blocks = measure_layers(module, micro_batches(example, chunks)[0], device, measure)
+    costs = [*blocks.values()]
     crossing, needed = list[int](), dict[int, int]()
     for cost in reversed(costs):
         needed = {**without(needed, cost.outputs), **cost.inputs}

@@ -1,7 +1,6 @@
 """Plans a pipe before there is one: which balance, chunks, checkpoint and schedule fit the memory.
 
-``costs`` measures each layer, ``memory`` predicts the peak of each device, and
-``search`` tries them.
+``search`` measures each layer and tries them; ``memory`` predicts the peak of each device.
 """
 
 from __future__ import annotations

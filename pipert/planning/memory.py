@@ -11,7 +11,7 @@ Peak of a device::
 
 ``F`` leaves what the backward needs. ``R`` makes it again. ``B`` frees it from the last block to
 the first, and meanwhile makes gradients of weights; what it defers stays until ``W``. A block, on
-its way back, needs the gradients of its outputs and inputs.
+its way back, needs the gradients of its outputs and inputs; of any one nothing may be freed yet.
 
 Not predicted: fragmentation, workspaces of kernels, and what an allocator holds back.
 """
@@ -37,19 +37,26 @@ def peaks(
     relative to that of the parameter alone. A partition recomputes all micro-batches, or none.
     """
     place, costs = plan.placement, [joined(blocks) for blocks in parts]
-    left = [
-        {**cost.inputs, **cost.kept} if m else cost.saved
-        for cost, m in zip(costs, plan.recomputed, strict=True)
-    ]
-    crossing = [*_crossing(costs)]
-    live, most, tasks = Counter[int](), Counter[int](), []
-    for j, blocks in enumerate(parts):
-        in_batch = costs[0].inputs if place[j] == place[0] else {}
+    is_split, crossing = WEIGHT in plan.occurring_kinds, [*_crossing(costs)]
+    left, tasks = list[Sizes](), list[dict[str, tuple[int, int]]]()
+    """What a forward leaves; by kind of task the most bytes that it needs, and what it leaves."""
+    for j, (blocks, cost) in enumerate(zip(parts, costs, strict=True)):
+        left.append({**cost.inputs, **cost.kept} if plan.recomputed[j] else cost.saved)
+        stays = total(without(left[j], costs[0].inputs if place[j] == place[0] else {}))
+        again = total(without(cost.saved, cost.kept)) if plan.recomputed[j] else 0
+        # The second gradient of a weight is not added in place: others may have the first.
+        made = total(cost.trained) + max(cost.trained.values(), default=0)
+        later = cost.deferred * is_split
+        ending = (later if is_split else made) + total(cost.inputs) - total(cost.saved)
         arriving = sum([
             total(sizes) for source, to, sizes in crossing if source == j and place[to] != place[j]
         ])
-        stays = total(without(left[j], in_batch))
-        tasks.append(_tasks(plan, j, blocks, costs[j], stays, arriving))
+        backward = max(_backward(blocks, is_split), ending) + arriving
+        tasks.append({
+            FORWARD: (stays, stays), RECOMPUTE: (again, again),
+            BACKWARD: (backward, later - stays - again), WEIGHT: (made - later, -later),
+        })  # fmt: skip
+    live, most = Counter[int](), Counter[int]()
     for kind, _, j in plan.order:
         task, change = tasks[j][kind]
         most[place[j]] = max(most[place[j]], live[place[j]] + task)
@@ -67,29 +74,6 @@ def peaks(
     return [most[worker] for worker in sorted(most)]
 
 
-def _tasks(
-    plan: Plan, j: int, blocks: Blocks, cost: Cost, stays: int, arriving: int
-) -> dict[str, tuple[int, int]]:
-    """Return by kind of task of partition ``j`` the most bytes that it needs, and what it leaves.
-
-    ``stays`` are the bytes that a forward leaves, ``arriving`` those of gradients from elsewhere.
-    """
-    is_split = WEIGHT in plan.occurring_kinds
-    later, again, forward = cost.deferred * is_split, 0, stays
-    if plan.recomputed[j]:
-        again = total(without(cost.saved, cost.kept))
-        forward = max([stays, *[total({**block.inputs, **block.outputs}) for block in blocks]])
-    # The second gradient of a weight is not added in place: others may have the first.
-    made = total(cost.trained) + max(cost.trained.values(), default=0)
-    ending = (later if is_split else made) + total(cost.inputs) - total(cost.saved)
-    return {
-        FORWARD: (forward, stays),
-        RECOMPUTE: (again, again),
-        BACKWARD: (max(_backward(blocks, is_split), ending) + arriving, later - stays - again),
-        WEIGHT: (made - later, -later),
-    }
-
-
 def _crossing(costs: Sequence[Cost]) -> Iterator[tuple[int, int, Sizes]]:
     """Yield from which partition to which one values go."""
     for j, cost in enumerate(costs):
@@ -102,19 +86,14 @@ def _crossing(costs: Sequence[Cost]) -> Iterator[tuple[int, int, Sizes]]:
 
 def _backward(blocks: Blocks, is_split: bool) -> int:
     """Return the most bytes that a backward needs beyond what is saved."""
-    saved, news = dict[int, int](), list[int]()
-    for block in blocks:
-        news.append(total(without(block.saved, saved)))
-        saved.update(block.saved)
-    most = made = freed = 0
-    waiting = dict[int, int]()  # gradients of what earlier blocks have given
-    for block, new in zip(reversed(blocks), reversed(news), strict=True):
+    makes = [block.deferred if is_split else total(block.trained) for block in blocks]
+    saved = joined(blocks).saved
+    made, freed, most, seen = sum(makes), total(saved), 0, set[int]()
+    for block, own in zip(blocks, makes, strict=True):  # as it is when the backward gets there
+        made -= own
+        freed -= total(without(block.saved, seen))
+        seen |= block.saved.keys()
         # Of what is deferred about half is among the saved ones.
-        own = block.deferred // 2 if is_split else total(block.trained)
-        own += total(block.inputs) + total({**block.outputs, **block.kept})
-        waiting = without(waiting, block.outputs, block.inputs)
-        most = max(most, made + own + total(waiting) - freed)
-        made += block.deferred if is_split else total(block.trained)
-        waiting.update(block.inputs)
-        freed += new
+        need = total(block.inputs) + total(block.outputs) + (own // 2 if is_split else own)
+        most = max(most, need, made + need - freed)
     return most

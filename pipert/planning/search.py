@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections import defaultdict
@@ -10,6 +11,7 @@ from copy import copy
 from functools import cache, partial
 from itertools import accumulate, pairwise, product
 from operator import gt
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,16 +19,34 @@ from torch.optim import Optimizer
 
 from pipert._torch import NormBase
 from pipert._typing import Device, Value
+from pipert.balance.by_calls import find_blocks
 from pipert.balance.by_cost import check_partitions, minimise_longest_block
-from pipert.balance.calls import as_arguments, copy_of, micro_batches
-from pipert.balance.measure import Cost, joined, now, total, without
+from pipert.balance.calls import (
+    Chain,
+    as_arguments,
+    copy_of,
+    in_chain,
+    measure_calls,
+    measuring_device,
+    micro_batches,
+)
+from pipert.balance.measure import (
+    Blocks,
+    Cost,
+    joined,
+    measure_all,
+    medians,
+    now,
+    once_for_equal,
+    total,
+    without,
+)
 from pipert.batch.microbatch import arguments_of
 from pipert.batch.tensors import tensors_of
 from pipert.model.calls import settled
 from pipert.model.devices import default_devices, parse_devices, where_tensors_are
 from pipert.model.split import is_sequential
 from pipert.planning.candidate import Candidate, Candidates, Memory, limits_of, text_of
-from pipert.planning.costs import costs_of_layers, costs_of_model
 from pipert.planning.memory import peaks
 from pipert.schedules.action import BACKWARD, FORWARD, RECOMPUTE, WEIGHT, Action
 from pipert.schedules.plan import Plan, plan, recomputed_in_each
@@ -34,6 +54,7 @@ from pipert.schedules.simulate import most_kept, simulate
 
 __all__ = ["plan_for"]
 
+LossFn = Callable[..., Tensor] | None
 _log = logging.getLogger("pipert")
 
 
@@ -42,12 +63,11 @@ def plan_for(
     example: Value,
     *,
     memory: Memory | Sequence[Memory],
-    loss_fn: Callable[..., Tensor] | None = None,
+    loss_fn: LossFn = None,
     target: Value = None,
     devices: Iterable[Device] | None = None,
     chunks: int | Sequence[int] | None = None,
     optimizer: Optimizer | Callable[..., Optimizer] | None = None,
-    param_scale: float | None = None,
     best: int = 5,
 ) -> Candidates:
     """Find the fastest steps that fit the memory of the devices.
@@ -78,8 +98,6 @@ def plan_for(
             the model has batch statistics.
         optimizer: the optimizer, or its class, such as ``torch.optim.AdamW``. Its step with a small
             parameter shows how much memory its state takes. Default: none, as with plain SGD.
-        param_scale: instead of ``optimizer``, the memory of a trained parameter with its gradient
-            and the optimizer's state, divided by the parameter's: 4 for Adam.
         best: how many candidates to return, at most.
 
     Returns:
@@ -92,12 +110,6 @@ def plan_for(
         RuntimeError: a layer changes an argument, such as a cache, and could not be recomputed.
         Exception: whatever a layer raises, with a note that names the layer.
     """
-    if optimizer is not None and param_scale is not None:
-        raise ValueError("give optimizer or param_scale, got both")
-    if param_scale is None:
-        param_scale = _scale_of(optimizer)
-    if param_scale < 2:
-        raise ValueError(f"param_scale is 2 with gradients alone, or more, got {param_scale}")
     if best < 1:
         raise ValueError(f"best must be 1 or more, got {best}")
     names = _names(devices)
@@ -108,28 +120,24 @@ def plan_for(
     d, is_cut = len(names), not is_sequential(model)
     if is_cut:
         example = arguments_of(example)
-        first = as_arguments(micro_batches(example, d)[0])
-        costs_for = costs_of_model(model, loss_fn, d, where[0], first)
-    else:
-        costs_for = costs_of_layers(model, loss_fn, d, where[0])
+    costs_for = _blocks_of(model, loss_fn, d, where[0], micro_batches(example, d)[0])
     rows = min([len(tensor) for tensor in tensors_of(example)[0] if tensor.dim()], default=1)
     if any(isinstance(module, NormBase) and module.training for module in model.modules()):
         rows //= 2  # statistics need two
     tried = [chunks] if isinstance(chunks, int) else chunks
     tried = tried or [k * d for k in (1, 2, 4, 8) if k * d <= rows] or [1]
     # Several numbers of chunks may make the same micro-batches.
-    split = [micro_batches(example, m) for m in tried]
+    firsts = {len(batches): batches[0] for batches in (micro_batches(example, m) for m in tried)}
     sizes = [sum(tensor.nbytes for tensor in tensors_of(x)[0]) for x in (example, target)]
     _log.info(
         "plan_for measures the layers on %s for chunks=%s: equal ones once, the others run some "
         "ten times each", where[0], tried,
     )  # fmt: skip
-    search = partial(_Search, names, limits, param_scale, sizes, is_cut)
+    search = partial(_Search, names, limits, _scale_of(optimizer), sizes, is_cut)
     found = list[Candidate]()
-    firsts = {len(batches): batches[0] for batches in split}
     for m, value in firsts.items():
         aim = None if target is None else settled(micro_batches(target, m)[0], where[0])
-        found += search(m, costs_for(value, aim, f"chunks={m} of {[*firsts]}")).candidates()
+        found += search(m, costs_for(value, aim)).candidates()
     fit = [each for each in found if not _excess(each, limits)]
     if not fit:
         least = min(found, key=lambda each: _excess(each, limits))
@@ -153,10 +161,6 @@ def _scale_of(optimizer: Optimizer | Callable[..., Optimizer] | None) -> float:
     """Return the memory of a parameter, its gradient and its state, relative to the parameter's."""
     if optimizer is None:
         return 2.0
-    if not (isinstance(optimizer, Optimizer) or callable(optimizer)):
-        raise TypeError(
-            f"optimizer must be one, or its class, such as torch.optim.AdamW, got {optimizer!r}"
-        )
     parameter = nn.Parameter(torch.zeros(64, 64))
     parameter.grad = torch.zeros_like(parameter)
     if not isinstance(optimizer, Optimizer):
@@ -172,6 +176,52 @@ def _scale_of(optimizer: Optimizer | Callable[..., Optimizer] | None) -> float:
     state = tensors_of([[*values.values()] for values in one.state.values()])[0]
     of_parameters = sum([each.nbytes for each in one.state]) or 1
     return 2 + sum([tensor.nbytes for tensor in state]) / of_parameters
+
+
+def _blocks_of(
+    model: nn.Module, loss_fn: LossFn, d: int, where: torch.device, first: Value
+) -> Callable[[Value, Value], Blocks]:
+    """Find the blocks of a model for ``d`` devices: its layers if it is an ``nn.Sequential``, else
+    those of the calls for a ``first`` micro-batch.
+
+    Returns:
+        What measures them for a micro-batch and its target.
+    """
+    measuring_device(where, model)  # refuses parameters without values
+    layers, begins, chain = {"": model}, [""], [model]
+    if is_sequential(model):
+        layers = in_chain(model)
+        begins, chain = [*layers], [*layers.values()]
+        check_partitions(d, len(chain))
+    elif d > 1:
+        layers, begins = find_blocks(model, d, as_arguments(first), where, 2)
+
+    def costs_for(value: Value, target: Value) -> Blocks:
+        whole = Chain(chain, then=lambda y: y if loss_fn is None else loss_fn(y, target))
+
+        def measure() -> Blocks:
+            once = once_for_equal(measure_all)
+            example = as_arguments(value)
+            return measure_calls(whole, layers, begins, example, where, once, stays=target)
+
+        with _without_caches(model):
+            return medians([measure() for _ in range(3)])
+
+    return costs_for
+
+
+@contextlib.contextmanager
+def _without_caches(model: nn.Module) -> Iterator[None]:
+    """Let models of transformers make no cache by default, as in a pipe that recomputes."""
+    configs = [vars(module).get("config") for module in model.modules()]
+    ones: list[Any] = [each for each in configs if getattr(each, "use_cache", None) is True]
+    for config in ones:
+        config.use_cache = False
+    try:
+        yield
+    finally:
+        for config in ones:
+            config.use_cache = True
 
 
 _STRAIGHT = ("1f1b", "eager-1f1b", "zb-h1", "zb-h2")
@@ -271,9 +321,7 @@ class _Search:
 
         def copying(j: int, to: int) -> float:
             source, target = (self._names[made.placement[k]] for k in sorted((j, to)))
-            before = set[int]().union(*[part.outputs for part in parts[: max(j, to)]])
-            sizes = [size for key, size in parts[max(j, to)].inputs.items() if key in before]
-            return self._copy_time(source, target, sum(sizes))
+            return self._copy_time(source, target, total(parts[max(j, to)].inputs))
 
         return max(end for _, end in simulate(made, seconds, copying).values())
 

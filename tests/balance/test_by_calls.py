@@ -143,8 +143,8 @@ def test_rounds_go_on_until_the_time_is_over_and_their_median_counts() -> None:
             return spend(super().forward(x), rounds[-1], 0)
 
     model = Stack([*takes(1, 1), Disturbed(1), *takes(1)])
-    # One to warm up, one to look at how fine the cuts are, then of 4 s, 104 s and 4 s.
-    assert choose_cuts(model, 2, X, timeout=110, device="cpu") == ["layers.2"]
+    # One to warm up, one to look at how fine the cuts are, then of 2.5 s, 102.5 s and 2.5 s.
+    assert choose_cuts(model, 2, X, timeout=106, device="cpu") == ["layers.2"]
     assert rounds == [0, 0, 0, 100, 0]
 
 
@@ -260,21 +260,12 @@ def test_more_partitions_than_candidates_are_refused_with_their_number() -> None
     ("options", "kind", "told"),
     [
         ({"partitions": 0}, ValueError, "partitions must be 1 or more, got 0"),
-        ({"partitions": 1.5}, TypeError, "partitions must be an int, got 1.5"),
         ({"timeout": -1}, ValueError, "timeout must be a number of seconds, 0 or more, got -1"),
-        ({"device": "cuda:99"}, ValueError, "cuda:99"),
     ],
 )
 def test_wrong_arguments_are_refused(options: Any, kind: type[Exception], told: str) -> None:
     with pytest.raises(kind, match=told):
         choose_cuts(**{"model": Stack([]), "partitions": 2, "example": X, **options})
-
-
-def test_parameters_without_values_are_refused() -> None:
-    with pytest.raises(ValueError, match="'layers.0.weight' is not initialised"):
-        choose_cuts(Stack([nn.LazyLinear(3)]), 2, X)
-    with pytest.raises(ValueError, match="on 'meta' and cannot be measured on 'cpu'"):
-        choose_cuts(Stack(takes(1)).to("meta"), 2, X, device="cpu")
 
 
 # On a GPU
@@ -315,13 +306,8 @@ FAMILIES: dict[str, tuple[dict[str, Any], Any]] = {
          "decoder_start_token_id": 0, "pad_token_id": 0},
         {"input_ids": TEXT, "labels": TEXT},
     ),
-    "Bert": (
-        {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,
-         "num_attention_heads": 2},
-        (TEXT,),
-    ),
 }  # fmt: skip
-HEADS = {"T5": "ForConditionalGeneration", "Bert": "ForMaskedLM"}
+HEADS = {"T5": "ForConditionalGeneration"}
 
 
 def made(family: str) -> tuple[Any, Any]:

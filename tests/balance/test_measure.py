@@ -12,19 +12,16 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import weight_norm
 
-from pipert.balance import Arguments, balance_by_size, balance_by_time, layer_sizes, layer_times
+from pipert.balance import Arguments, balance_by_size, balance_by_time, layer_sizes
 from pipert.balance.calls import measure_layers
 from pipert.balance.measure import measure_all
 from pipert.skip import pop, skippable, stash
 from tests.layers import Apply
 
-MEASURES: dict[str, Callable[[nn.Sequential, Any], Any]] = {
-    "times": lambda module, sample: layer_times(module, sample, timeout=0),
-    "costs": lambda module, sample: measure_layers(module, sample, None, measure_all),
-}
-"""Times are taken several times; costs include the sizes."""
 
-measured = pytest.mark.parametrize("measure", MEASURES.values(), ids=MEASURES)
+def measure(module: nn.Sequential, sample: Any) -> Any:
+    """Measures times and sizes."""
+    return measure_layers(module, sample, None, measure_all)
 
 
 def model() -> nn.Sequential:
@@ -36,23 +33,20 @@ def model() -> nn.Sequential:
 # What is as before --------------------------------------------------------------------------------
 
 
-@measured
-def test_measuring_leaves_a_table_that_its_lookups_change_unchanged(measure: Any) -> None:
+def test_measuring_leaves_a_table_that_its_lookups_change_unchanged() -> None:
     module = nn.Sequential(nn.Embedding(4, 3, max_norm=0.1), nn.Linear(3, 2))
     before = [parameter.clone() for parameter in module.parameters()]
     measure(module, torch.arange(4))
     assert all(map(torch.equal, module.parameters(), before))
 
 
-@measured
-def test_measuring_leaves_the_sample_unchanged(measure: Any) -> None:
+def test_measuring_leaves_the_sample_unchanged() -> None:
     example = torch.ones(2, requires_grad=True)
     measure(nn.Sequential(Apply(lambda x: x.mul_(2)), Apply(lambda x: x.add_(1))), example)
     assert example.tolist() == [1, 1] and example.grad is None and example.requires_grad
 
 
-@measured
-def test_forward_hooks_run_and_objects_they_belong_to_are_not_copied(measure: Any) -> None:
+def test_forward_hooks_run_and_objects_they_belong_to_are_not_copied() -> None:
     class Owner:
         def __init__(self) -> None:
             self.lock = threading.Lock()  # which cannot be copied
@@ -68,8 +62,7 @@ def test_forward_hooks_run_and_objects_they_belong_to_are_not_copied(measure: An
     assert owner.seen == {"Linear"}
 
 
-@measured
-def test_no_weight_stays_alive_under_autocast(measure: Any) -> None:
+def test_no_weight_stays_alive_under_autocast() -> None:
     weights: list[Any] = []
 
     class Seen(nn.Linear):
@@ -139,18 +132,16 @@ LAYERS: dict[str, Callable[[], Layers]] = {
 }
 
 
-@measured
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm`:FutureWarning")
 @pytest.mark.parametrize("case", LAYERS)
-def test_each_layer_has_one_measure(measure: Any, case: str) -> None:
+def test_each_layer_has_one_measure(case: str) -> None:
     layers, example = LAYERS[case]()
     if case == "pytrees":
         layers = [Apply(lambda v: v[0]), *layers]
     assert len(measure(nn.Sequential(*layers), example)) == len(layers)
 
 
-@measured
-def test_several_arguments_are_wrapped_up(measure: Any) -> None:
+def test_several_arguments_are_wrapped_up() -> None:
     def first(x: Tensor, *, scale: Tensor) -> Tensor:
         return x * scale
 
@@ -158,9 +149,8 @@ def test_several_arguments_are_wrapped_up(measure: Any) -> None:
     assert len(measure(nn.Sequential(Apply(first), nn.Linear(2, 2)), example)) == 2
 
 
-@measured
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_the_callers_grad_mode_does_not_matter(measure: Any, mode: Any) -> None:
+def test_the_callers_grad_mode_does_not_matter(mode: Any) -> None:
     seen = []
 
     def look(x: Tensor) -> Tensor:
@@ -180,8 +170,7 @@ def fail(x: Tensor) -> Tensor:
     raise ValueError("as told")
 
 
-@measured
-def test_a_layer_that_cannot_be_copied_is_answered_with_a_remedy(measure: Any) -> None:
+def test_a_layer_that_cannot_be_copied_is_answered_with_a_remedy() -> None:
     layer = nn.ReLU()
     layer.lock = threading.Lock()  # type: ignore[assignment]
     with pytest.raises(TypeError, match="lock") as caught:
@@ -196,8 +185,7 @@ def test_a_module_on_meta_is_told_about_the_device() -> None:
         layer_sizes(module, torch.ones(2, 2), device="cpu")
 
 
-@measured
-def test_a_lazy_layer_is_refused_by_name(measure: Any) -> None:
+def test_a_lazy_layer_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="'0.weight' is not initialised"):
         measure(nn.Sequential(nn.LazyLinear(2)), torch.ones(2, 2))
 
@@ -209,8 +197,7 @@ def test_more_partitions_than_layers_are_refused_before_anything_runs(balance: A
 
 
 @pytest.mark.cuda
-@measured
-def test_layers_are_measured_on_the_gpu_and_the_module_stays_where_it_is(measure: Any) -> None:
+def test_layers_are_measured_on_the_gpu_and_the_module_stays_where_it_is() -> None:
     seen = []
 
     def look(x: Tensor) -> Tensor:

@@ -143,28 +143,6 @@ def test_a_layer_computes_once_for_each_call_since_its_arguments_may_remember_it
     assert len(caches[0].kept) == 2
 
 
-def test_arguments_may_be_changed_in_place() -> None:
-    class InPlace(Takes):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x.mul_(2))
-
-    model = Calls(lambda m, x: m.b(m.a(x)))
-    model.b = InPlace(4, 8)
-    assert times(model) == {"a": 3, "b": 12}
-
-
-def test_forward_hooks_run_and_may_be_needed() -> None:
-    seen: list[nn.Module] = []
-    model: Any = Calls(lambda m, x: m.b(m.a(x)) * len(seen))
-    model.a.register_forward_hook(lambda module, args, output: seen.append(module))
-    inner = nn.Sequential(Takes(4, 8))
-    inner[0].register_forward_pre_hook(lambda module, args: (spend(args[0], 100, 0),))
-    model.b = inner
-    assert times(model) == {"a": 3, "b": 112}
-    assert len(seen) == 1
-    assert seen[0] is not model.a
-
-
 # What is as before
 
 

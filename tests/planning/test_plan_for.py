@@ -136,21 +136,17 @@ def test_other_bad_arguments_are_refused() -> None:
     bad: list[tuple[dict[str, Any], str]] = [
         ({"devices": []}, "one device or more"), ({"best": 0}, "best must be 1 or more"),
         ({"memory": "1.5.2GiB"}, "or a text such as"),
+        ({"memory": [1, 2, 3]}, "one for each of 2 devices"),
+        ({"devices": ["cpu:1", "cpu:1"]}, "each device is named once"),
     ]  # fmt: skip
     for options, why in bad:
         every: dict[str, Any] = {"memory": 1, "devices": CPUS, **options}
         with pytest.raises(ValueError, match=why):
             plan_for(layers(), torch.randn(8, 16), **every)
-    with pytest.raises(ValueError, match="one for each of 2 devices"):
-        plan_for(layers(), torch.randn(8, 16), memory=[1, 2, 3], devices=CPUS)
-    with pytest.raises(ValueError, match="each device is named once"):
-        plan_for(layers(), torch.randn(8, 16), memory=1, devices=["cpu:1", "cpu:1"])
-    with pytest.raises(ValueError, match="param_scale is 2 with gradients alone, or more, got 1"):
-        plan_for(layers(), torch.randn(8, 16), memory=1, devices=CPUS, param_scale=1)
 
 
 def layer_costs(module: nn.Sequential, x: Tensor) -> list[Cost]:
-    return measure_layers(module, x, "cpu", measure_all)
+    return [*measure_layers(module, x, "cpu", measure_all).values()]
 
 
 def test_bytes_of_a_linear_layer_and_of_partitions() -> None:
@@ -189,6 +185,16 @@ def test_another_balance_than_that_of_equal_times_is_found_where_it_fits(
     assert all(peak <= bytes_of(limit) for peak, limit in zip(best.peaks, memory, strict=True))
 
 
+def test_what_a_trained_layer_needs_beyond_its_weights_decides_where_it_fits() -> None:
+    module = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(8)])
+    module[:3].requires_grad_(False)
+    options: Any = {
+        "loss_fn": square, "devices": CPUS, "chunks": [2], "optimizer": torch.optim.AdamW
+    }  # fmt: skip
+    (best, *_) = plan_for(module, torch.randn(2, 64), memory=["472KiB", "136KiB"], **options)
+    assert best.balance == (7, 1)
+
+
 def test_the_partition_that_is_full_is_recomputed_and_no_other() -> None:
     wide = [nn.Sequential(*[nn.Linear(16, 16) for _ in range(9)]) for _ in range(2)]
     module, x = nn.Sequential(*layers(2), *wide), torch.randn(4096, 16)
@@ -216,8 +222,6 @@ def test_the_state_of_an_optimizer_counts(optimizer: Any, scale: float) -> None:
         found = plan_for(module, x, optimizer=given, **options)[0].peaks[0]
         assert found - plain == pytest.approx((scale - 2) * trained, rel=0.01)
     assert str(one.state_dict()) == before
-    with pytest.raises(ValueError, match="give optimizer or param_scale, got both"):
-        plan_for(module, x, optimizer=one, param_scale=3, **options)
 
 
 def test_measuring_leaves_nothing_behind() -> None:
@@ -273,14 +277,14 @@ def test_equal_layers_are_measured_once_and_those_of_other_settings_apart(
     monkeypatch.setattr(log, "info", lambda text, *args: said.append(text % args))
     plan_for(model, x, memory="1GiB", devices=CPUS, chunks=[2])
     alone = Counted.calls[2]
-    again = 15 * (7 if wrapped is Chain else 1)  # its forward, in each round
-    assert alone > 6 and Counted.calls[1] <= alone + again
+    assert alone >= 6 and Counted.calls[1] <= alone + 14 * 7  # its forward, in each round
     assert "plan_for measures the layers on cpu for chunks=[2]" in said[0]
 
 
 def test_what_an_equal_layer_keeps_has_names_of_its_own() -> None:
     measured = once_for_equal(measure_all)
-    costs = measure_layers(layers(3), torch.randn(4, 16, requires_grad=True), "cpu", measured)
+    x = torch.randn(4, 16, requires_grad=True)
+    costs = [*measure_layers(layers(3), x, "cpu", measured).values()]
     each = layer_costs(layers(3), torch.randn(4, 16, requires_grad=True))
     for found, expected in ((costs[2], each[2]), (joined(costs), joined(each))):
         for name in ("inputs", "outputs", "saved", "parameters", "trained"):
