@@ -12,6 +12,7 @@ pytest.importorskip("ipykernel", reason="it is the kernel")
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.main_thread,  # whose event loop the client uses
     pytest.mark.timeout(120),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
