@@ -38,7 +38,7 @@ from _measure import Row, both, medians, report, rows, start, take_turns, verdic
 from torch import Tensor, nn
 
 from pipert import Pipe
-from pipert.recompute import effects
+from pipert.recompute import segment
 
 __all__ = ["main"]
 
@@ -117,7 +117,7 @@ def host_cost(n: int, m: int, checkpoint: str, repeats: int, slack: float) -> li
 
 def cost_of_check(repeats: int) -> list[Row]:
     """Measures processor time of steps with and without the check, a row for each kind of layer."""
-    unchecked: Any = patch.object(effects, "sampled", lambda y: [])
+    unchecked: Any = patch.object(segment, "sampled", lambda y: [])
     table = []
     for layers, width, micro_rows in (("trivial", 4, 1), ("2 ms", 1024, 64)):
         module, batch = nn.Sequential(nn.Linear(width, width)), torch.randn(M * micro_rows, width)
