@@ -72,7 +72,7 @@ def main() -> None:
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     torch.manual_seed(0)
     if options.load and not options.lora:
-        with pipert.distributed.empty_parameters():
+        with pipert.empty_parameters():
             model = build(options)
     else:  # the initial values are those of the configuration
         model = build(options)

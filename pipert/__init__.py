@@ -21,6 +21,7 @@ from pipert.errors import (
     WorkerBusyError,
     WorkerDiedError,
 )
+from pipert.model.parameters import empty_parameters
 from pipert.observe.event import Event, Observer, RunInfo
 from pipert.observe.timeline import Timeline
 from pipert.pipe import Pipe
@@ -62,6 +63,7 @@ __all__ = [
     "WorkerStatistics",
     "__version__",
     "current_microbatch",
+    "empty_parameters",
     "is_checkpointing",
     "is_recomputing",
     "never_recompute",

@@ -15,6 +15,7 @@ from pipert.balance.calls import as_arguments, micro_batches
 from pipert.batch.microbatch import arguments_of
 from pipert.model.device_map import cuts_of_device_map, has_device_map, remove_hooks
 from pipert.model.devices import default_devices, devices_and_workers, parse_devices
+from pipert.model.parameters import Load
 from pipert.pipes.base import PipeBase
 from pipert.pipes.module_pipe import ModulePipe
 from pipert.schedules.plan import Schedule
@@ -34,6 +35,7 @@ def pipeline(
     schedule: str | Schedule = "1f1b",
     deferred_batch_norm: bool | None = None,
     timeout: float | None = None,
+    load: Load | None = None,
 ) -> ModulePipe:
     """Make a pipe from any module, without rewriting it.
 
@@ -66,10 +68,16 @@ def pipeline(
         schedule: as in :class:`Pipe`.
         deferred_batch_norm: as in :class:`Pipe`.
         timeout: as in :class:`Pipe`.
+        load: the values of parameters and buffers by their names, for a model that was built in
+            :func:`empty_parameters`: a folder of safetensors files, such a file, or a function
+            that returns the tensor of a name, ``None`` if it has none. Each goes straight to its
+            device, one at a time, as a new parameter: make optimizers afterwards. If one cannot be
+            loaded, the model is as before.
 
     Raises:
         ValueError: as :class:`Pipe`; or a cut is not a module of the model, is inside another one,
-            or can never be called; or neither cuts nor an example is given.
+            or can never be called; or neither cuts nor an example is given; or names or shapes of
+            ``load`` do not fit the model.
         TypeError: ``model`` is not an ``nn.Module``, or has layers that stash and pop skips.
     """
     if not isinstance(model, nn.Module):
@@ -113,4 +121,5 @@ def pipeline(
         schedule=schedule,
         deferred_batch_norm=deferred_batch_norm,
         timeout=timeout,
+        load=load,
     )

@@ -24,12 +24,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from pipert._torch import pytree
 from pipert._typing import Device, Value
 from pipert.autograd.hooks import checkpoint_around, without_hooks
 from pipert.balance.measure import (
@@ -52,6 +53,7 @@ from pipert.model.calls import Gathering, intercepted, settled, unchanged
 from pipert.model.devices import default_devices, parse_devices, where_tensors_are
 from pipert.model.settings import check_chunks
 from pipert.model.split import check_module
+from pipert.model.values import copy_of, has_values
 from pipert.skip.declarations import keys_of, verify_skippables
 from pipert.skip.store import Carried, Skips
 
@@ -156,6 +158,8 @@ class _Calls:
         """By the model's own code since the last layer, and for it from other devices."""
         self.gathering = Gathering(device, self._brought)
         self._unknown = set[str]()
+        self._copied: tuple[Hashable, nn.Module] = (None, model)
+        """The kind of the last layer without values, and its copy with some."""
         self._checkpoint: object = None  # around the last layer
         self._made_by = dict[Any, tuple[set[str], Sizes]]()
         """By the node of what layers get and give, the layers that computed it, and its bytes."""
@@ -198,6 +202,8 @@ class _Calls:
         name = self._names.get(module)
         if name is None:  # a layer inside a pipe
             return call(*args, **kwargs)
+        # The model's own code may hand a parameter to a layer.
+        args, kwargs = pytree.tree_map_only(Tensor, self.gathering.bring, (args, kwargs))
         arguments = Arguments(args, kwargs)
         upstream = self.end_own_code(arguments)
         before, self._checkpoint = self._checkpoint, checkpoint_around()
@@ -220,11 +226,17 @@ class _Calls:
         """Return what was measured of one call, and a detached copy of the output."""
         keys = keys_of(nn.Sequential(layer))
         popped = {key: self._skips.pop(key) for key in keys if key in self._skips}
+        inputs = Carried(arguments, popped)
+        one = MeasuredCall(layer, layer, self._device, inputs, self._storages)
         try:
-            copied = copy_of(layer, self._device)
-            inputs = Carried(arguments, popped)
-            one = MeasuredCall(layer, copied, self._device, inputs, self._storages)
-            cost, output = self._measure(one)
+            if not has_values(layer):  # one copy at a time, for as long as layers are equal
+                if self._copied[0] != one.kind:
+                    self._copied = None, layer
+                    self._copied = one.kind, copy_of(layer, self._device)
+                copied = self._copied[1]
+            else:
+                copied = copy_of(layer, self._device)
+            cost, output = self._measure(one._replace(layer=copied))
         except Exception as error:
             error.add_note(f"while layer {name!r} ({type(layer).__qualname__}) was measured")
             raise
@@ -273,36 +285,9 @@ def micro_batches(example: Value, chunks: int) -> list[Value]:
 
 
 def measuring_device(device: Device | None, module: nn.Module) -> torch.device:
-    """Return the device to measure on: the first of ``Pipe``'s defaults for ``None``.
-
-    Refuses parameters without values, unless only their sizes matter.
-    """
+    """Return the device to measure on: the first of ``Pipe``'s defaults for ``None``."""
     check_initialised(module)
     if str(device) == "meta":  # pipes cannot run there, but sizes can be counted
         return torch.device("meta")
-    where = default_devices(1) if device is None else where_tensors_are(parse_devices([device]))
-    if any(parameter.is_meta for parameter in module.parameters()):
-        raise ValueError(
-            f"the module is on 'meta' and cannot be measured on {str(where[0])!r}; materialise it, "
-            "or count sizes with device='meta'"
-        )
-    return where[0]
-
-
-def copy_of(layer: nn.Module, device: torch.device) -> nn.Module:
-    """Copy ``layer`` to the device. The copy shares its forward hooks."""
-    memo: dict[int, Any] = {}
-    for module in layer.modules():
-        for name, value in vars(module).items():
-            if name.endswith("_hooks"):
-                memo[id(value)] = type(value)() if "backward" in name else value
-            elif isinstance(value, Tensor) and not value.is_leaf:  # which deepcopy refuses
-                memo[id(value)] = value.detach().to(device, copy=True)
-    try:
-        return copy.deepcopy(layer, memo).to(device)
-    except Exception as error:
-        error.add_note(
-            "a layer that cannot be copied cannot be measured; measure it yourself, and pass the "
-            "costs of all layers to balance_by_cost"
-        )
-        raise
+    found = default_devices(1) if device is None else where_tensors_are(parse_devices([device]))
+    return found[0]

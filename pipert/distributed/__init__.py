@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from pipert.distributed.placeholders import ReplayError
 from pipert.distributed.rank_messages import RankError
-from pipert.distributed.rank_parameters import empty_parameters
 from pipert.distributed.rank_pipe import Pipe
 from pipert.distributed.rank_pipeline import ModulePipe, pipeline
 
-__all__ = ["ModulePipe", "Pipe", "RankError", "ReplayError", "empty_parameters", "pipeline"]
+__all__ = ["ModulePipe", "Pipe", "RankError", "ReplayError", "pipeline"]

@@ -7,16 +7,9 @@ them identical.
 
 from __future__ import annotations
 
-import os
-import threading
-import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from functools import reduce
-from importlib import import_module
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -25,154 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
-from pipert._torch import hooks_on_grad, tensor_hooks
 from pipert.distributed.rank_messages import RankPlace, transfers
-
-__all__ = ["empty_parameters"]
-
-Load = Callable[[str], Tensor | None] | str | os.PathLike[str]
-META = torch.device("meta")
-_lock = threading.RLock()
-
-
-@contextmanager
-def empty_parameters() -> Iterator[None]:
-    """Build models in the block with parameters that take no memory; buffers get their values.
-
-    Give the model to :func:`pipert.distributed.pipeline` with ``load=``: each rank then holds only
-    its own parameters, at any time. Initialising a parameter does nothing. Parameters are tied as
-    usual. Other threads build models as always; one that enters such a block waits.
-
-    >>> with pipert.distributed.empty_parameters():
-    ...     layer = torch.nn.Linear(2, 2)
-    >>> layer.weight.device.type
-    'meta'
-    """
-    with _lock:
-        register, owner = nn.Module.register_parameter, threading.get_ident()
-        # A parameter that is registered twice stays one. Real ones are not kept alive.
-        metas: dict[int, tuple[weakref.ref[Tensor], nn.Parameter]] = {}
-
-        def on_meta(self: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-            is_here = threading.get_ident() == owner
-            if is_here and parameter is not None and not parameter.is_meta:
-                real, made = metas.get(id(parameter), (lambda: None, parameter))
-                if real() is not parameter:
-                    made = _like(parameter, parameter.detach().to(META))
-                    metas[id(parameter)] = weakref.ref(parameter), made
-                parameter = made
-            register(self, name, parameter)
-
-        setattr(nn.Module, "register_parameter", on_meta)  # noqa: B010
-        try:
-            yield
-        finally:
-            setattr(nn.Module, "register_parameter", register)  # noqa: B010
-
-
-def loader(load: Load | None) -> Callable[[str], Tensor | None]:
-    """Return a function that returns the value of a parameter by its name.
-
-    Raises:
-        TypeError: ``load`` is neither a function nor a path.
-        ValueError: the folder has no safetensors files.
-        ImportError: it has, but the package safetensors is missing.
-    """
-    if load is None:
-        return lambda _: None
-    if callable(load):
-        return load
-    if not isinstance(load, str | os.PathLike):
-        raise TypeError(f"load must be a function of a name, or a path, got {load!r}")
-    path = Path(load)
-    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-    if not files or not all(file.is_file() for file in files):
-        raise ValueError(f"load must be a folder with .safetensors files, or such a file: {path}")
-    if find_spec("safetensors") is None:
-        raise ImportError("load= of a path needs safetensors: pip install safetensors")
-    opened = [import_module("safetensors").safe_open(file, framework="pt") for file in files]
-    found = {name: file for file in opened for name in file.keys()}
-    return lambda name: found[name].get_tensor(name) if name in found else None
-
-
-def materialise(
-    model: nn.Module, device_of: Callable[[Tensor], torch.device], load: Load | None
-) -> dict[nn.Parameter, nn.Parameter]:
-    """Put parameters and buffers on their devices, with values by their names.
-
-    Args:
-        model: the model, changed in place.
-        device_of: returns the device of a parameter or buffer; the meta device for a parameter
-            whose values are not needed.
-        load: the values of parameters and of buffers that belong to the state. ``None`` keeps those
-            there are; parameters on meta then get memory without values.
-
-    Returns:
-        The new parameter for each one that was replaced.
-
-    Raises:
-        ValueError: ``load`` has no value for a parameter without one, or one of another shape; or
-            a parameter that is replaced has hooks.
-    """
-    value_of = loader(load)
-    names = defaultdict(list)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names[parameter].append(name)
-    new: dict[nn.Parameter, nn.Parameter] = {}
-    missing: list[str] = []
-    for parameter, called in names.items():
-        device, value = device_of(parameter), None
-        if device != META:
-            value = next((v for name in called if (v := value_of(name)) is not None), None)
-        if value is not None:
-            made = _copy(value, parameter, called[0], device)
-        elif parameter.is_meta and device != META:
-            missing += called[:1] if load is not None else []
-            made = torch.empty_like(parameter, device=device)
-        else:
-            made = parameter.to(device)
-        if made is parameter:
-            continue
-        if device != META and (tensor_hooks(parameter) or hooks_on_grad(parameter)):
-            raise ValueError(
-                f"the parameter {called[0]!r} has hooks, but another one takes its place; "
-                "register them on the pipe's parameters"
-            )
-        new[parameter] = _like(parameter, made.detach())
-    if missing:
-        raise ValueError(f"load has no values for the parameters {missing}")
-    for prefix, module in model.named_modules():
-        tables = module._parameters
-        tables.update({k: new[p] for k, p in tables.items() if p is not None and p in new})
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                path = f"{prefix}.{name}" if prefix else name
-                is_state = name not in module._non_persistent_buffers_set
-                value = value_of(path) if is_state else None
-                if value is None and buffer.is_meta:
-                    raise ValueError(
-                        f"the buffer {path!r} is on the meta device, without a value; build the "
-                        "model in pipert.distributed.empty_parameters()"
-                    )
-                made = buffer if value is None else _copy(value, buffer, path, device_of(buffer))
-                module._buffers[name] = made.to(device_of(buffer))
-    return new
-
-
-def _like(parameter: nn.Parameter, value: Tensor) -> nn.Parameter:
-    """Return a parameter of the same kind, with the same attributes."""
-    kind: type[nn.Parameter] = type(parameter)
-    made = kind(value, requires_grad=parameter.requires_grad)
-    made.__dict__.update(parameter.__dict__)
-    return made
-
-
-def _copy(value: Tensor, like: Tensor, name: str, device: torch.device) -> Tensor:
-    """Return a copy of the value, since ``load`` may return tensors of another model."""
-    if value.shape != like.shape:
-        shapes = f"{tuple(value.shape)}, but the model's has {tuple(like.shape)}"
-        raise ValueError(f"load returned a tensor of shape {shapes}: {name!r}")
-    return value.detach().to(device, like.dtype, copy=True)
 
 
 def own_tree(

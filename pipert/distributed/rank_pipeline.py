@@ -16,7 +16,7 @@ from pipert._typing import Device
 from pipert.balance.by_calls import choose_cuts
 from pipert.batch.microbatch import Arguments, arguments_of, ready
 from pipert.distributed.rank_messages import RankPlace
-from pipert.distributed.rank_parameters import META, Load, materialise, own_tree
+from pipert.distributed.rank_parameters import own_tree
 from pipert.distributed.rank_pipe import (
     RankPipe,
     check_settings,
@@ -28,6 +28,7 @@ from pipert.distributed.rank_stage import StageModule, moved
 from pipert.distributed.replay_model import ReplayModel, cuts_of
 from pipert.layers.batchnorm import check_batch_norm
 from pipert.layers.intercepted import intercept, release
+from pipert.model.parameters import META, Load, materialise
 from pipert.model.split import refuse_shared_norms, sequential
 from pipert.pipes.base import PipeBase
 
@@ -60,7 +61,7 @@ def pipeline(
 
     Args:
         model: the module, changed in place: parameters of other ranks lose their values, and go to
-            the meta device. To never have them, build it in :func:`empty_parameters`.
+            the meta device. To never have them, build it in :func:`pipert.empty_parameters`.
         cuts: as in :func:`pipert.pipeline`; one cut fewer than there are ranks, or with
             ``'interleaved'`` one fewer than a multiple of them.
         example: arguments of the model, such as a micro-batch, the same on all ranks: a dict of

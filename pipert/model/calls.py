@@ -22,6 +22,8 @@ from pipert.batch.microbatch import Arguments, arguments_of
 from pipert.batch.tensors import tensors_of
 from pipert.layers.intercepted import Interceptor, current_thread, intercept, release
 from pipert.layers.modules import modules_of
+from pipert.model.devices import default_devices, where_tensors_are
+from pipert.model.values import copy_of, has_values, made_up
 
 
 def order_of_calls(
@@ -33,8 +35,9 @@ def order_of_calls(
     """Return the names of those ``layers`` that the model calls, in the order of first calls.
 
     Runs one forward without gradients, in the model's current mode, on the device of its first
-    parameter; what is elsewhere, as where a pipe has been, is brought there. Buffers and the random
-    state are restored; what else the model keeps from a call, or changes in it, stays.
+    parameter; what is elsewhere, as where a pipe has been, is brought there. Layers on the meta
+    device are computed one by one, by copies with made-up values on the default device. Buffers and
+    the random state are restored; what else the model keeps from a call, or changes in it, stays.
 
     Args:
         model: the model; the example moves to the device of its first parameter.
@@ -46,19 +49,27 @@ def order_of_calls(
     Raises:
         Exception: any error of the model.
     """
-    first_calls = _FirstCalls(layers, cuts)
     devices = [tensor.device for tensor in (*model.parameters(), *model.buffers())]
+    if not has_values(model):
+        devices[0] = where_tensors_are(default_devices(1))[0]
     args, kwargs = arguments_of(example)
     if devices:
         args, kwargs = settled(Arguments(args, kwargs), devices[0])
     gathering = Gathering(devices[0]) if len({*devices}) > 1 else contextlib.nullcontext()
+    first_calls = _FirstCalls(layers, cuts, devices[0] if devices else None)
     with intercepted(layers.values(), first_calls), unchanged(model), torch.no_grad(), gathering:
         model(*args, **kwargs)
     return list(first_calls.found)
 
 
+_DEVICE, _IS_META = (getattr(Tensor, name).__get__ for name in ("device", "is_meta"))
+
+
 class Gathering(TorchFunctionMode):
-    """Brings the tensors of each operation to a device; may add their copies to a list."""
+    """Brings the tensors of each operation to a device; may add their copies to a list.
+
+    Tensors on the meta device get made-up values there, and say that they are on that device.
+    """
 
     def __init__(self, device: torch.device, brought: list[Tensor] | None = None) -> None:
         super().__init__()
@@ -76,13 +87,18 @@ class Gathering(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if not self._is_paused:
-            args, kwargs = pytree.tree_map_only(Tensor, self._bring, (args, kwargs or {}))
+            if func in (_DEVICE, _IS_META) and _IS_META(args[0]):
+                return self._device if func is _DEVICE else False
+            args, kwargs = pytree.tree_map(self.bring, (args, kwargs or {}))
         return func(*args, **kwargs or {})
 
-    def _bring(self, tensor: Tensor) -> Tensor:
-        if tensor.device == self._device:
-            return tensor
-        copy = tensor.to(self._device)
+    def bring(self, value: Any) -> Any:
+        """Return a tensor on the device; also that device in place of meta."""
+        if isinstance(value, torch.device) and value.type == "meta":
+            return self._device
+        if not isinstance(value, Tensor) or value.device == self._device:
+            return value
+        copy = made_up(value, self._device) if value.is_meta else value.to(self._device)
         if self._brought is not None:
             self._brought.append(copy)
         return copy
@@ -91,16 +107,21 @@ class Gathering(TorchFunctionMode):
 class _FirstCalls:
     """An interceptor that notes the names of layers in the order of their first calls."""
 
-    def __init__(self, layers: Mapping[str, nn.Module], cuts: Collection[str]) -> None:
+    def __init__(
+        self, layers: Mapping[str, nn.Module], cuts: Collection[str],
+        device: torch.device | None,
+    ) -> None:  # fmt: skip
         self.found: dict[str, None] = {}
         self._names = {layer: name for name, layer in layers.items()}
-        self._cuts, self._is_in_layer = cuts, False
+        self._cuts, self._is_in_layer, self._device = cuts, False, device
 
     def call(self, module: nn.Module, call: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         name, was_in_layer = self._names.get(module), self._is_in_layer
         if name is None or (was_in_layer and name in self._cuts):  # None belongs to a pipe
             return call(*args, **kwargs)
         self.found.setdefault(name)
+        if self._device is not None and not has_values(module):
+            call = copy_of(module, self._device)
         self._is_in_layer = True
         try:
             return call(*args, **kwargs)

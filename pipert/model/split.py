@@ -128,16 +128,23 @@ def place(
             if tensor.is_meta:
                 raise ValueError(
                     f"{name!r} is on 'meta', without values, so it cannot be moved to a device; "
-                    "give it memory with module.to_empty(device='cpu'), and load its values"
+                    "pass load= to pipeline(), or give it memory with to_empty(device='cpu')"
                 )
-    buffers = _shared_buffers(partitions, devices, not copies_buffers)
-    refuse_shared_norms([[*part.modules()] for part in partitions], range(len(devices)))
+    buffers = check_shared(partitions, devices, copies_buffers)
     weights = weights_elsewhere(partitions, devices)
     for buffer, device in buffers.items():
         buffer.data = buffer.data.to(device)
     for partition, device, shared in zip(partitions, devices, weights, strict=True):
         staying = {id(each) for weight in (*shared, *buffers) for each in (weight, weight.grad)}
         partition._apply(partial(_moved, device, staying))  # type: ignore[no-untyped-call]
+
+
+def check_shared(
+    partitions: Sequence[nn.Sequential], devices: Sequence[torch.device], copies_buffers: bool
+) -> dict[Tensor, torch.device]:
+    """Refuse state that several partitions cannot share; return shared buffers' devices."""
+    refuse_shared_norms([[*part.modules()] for part in partitions], range(len(devices)))
+    return _shared_buffers(partitions, devices, not copies_buffers)
 
 
 def _moved(device: torch.device, staying: set[int], tensor: Tensor) -> Tensor:

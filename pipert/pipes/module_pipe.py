@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pipert._torch import STATE_TABLES
 from pipert._typing import Device, Value
@@ -20,8 +20,9 @@ from pipert.model.calls import order_of_calls
 from pipert.model.cuts import check_cuts, homes, homes_outside_of_layers, layers_of
 from pipert.model.device_map import note_device_map
 from pipert.model.devices import devices_and_workers, refuse_data_parallel
+from pipert.model.parameters import Load, materialise
 from pipert.model.settings import OF_CALLS, check_keywords, check_timeout
-from pipert.model.split import Partition, move, place, sequential
+from pipert.model.split import Partition, check_shared, move, place, sequential
 from pipert.pipes.base import PipeBase
 from pipert.schedules.plan import Schedule, recomputed_in_each
 from pipert.stage.loss import own_loss
@@ -54,6 +55,7 @@ class ModulePipe(PipeBase):
         schedule: str | Schedule = "1f1b",
         deferred_batch_norm: bool | None = None,
         timeout: float | None = None,
+        load: Load | None = None,
     ) -> None:
         refuse_data_parallel(module)
         names = check_cuts(module, cuts)
@@ -66,11 +68,11 @@ class ModulePipe(PipeBase):
         for name in STATE_TABLES:
             self.__dict__[name] = module.__dict__[name]
         self.training = module.training
-        self._split(example)
+        self._split(example, load)
         self._start()
 
-    def _split(self, example: Any) -> None:
-        """Find the layers of each partition, and move them to its device."""
+    def _split(self, example: Any, load: Load | None) -> None:
+        """Find the layers of each partition, and put them on its device."""
         module, cuts = self.module, self._cuts
         layers = layers_of(module, cuts)
         order = None if example is None else order_of_calls(module, layers, example, cuts)
@@ -81,13 +83,27 @@ class ModulePipe(PipeBase):
             for j in range(len(cuts) + 1)
         ]
         self._partitions = tuple(sequential(p, module.training, Partition) for p in partitions)
-        place(self._partitions, self._devices, copies_buffers=True)
         outside = homes_outside_of_layers(module, layers, cuts, home_of)
+        if load is not None:
+            check_shared(self._partitions, self._devices, copies_buffers=True)
+            materialise(module, self._device_of(outside), load)
+        place(self._partitions, self._devices, copies_buffers=True)
         for path, j in outside.items():
             owner, _, name = path.rpartition(".")
             move(module.get_submodule(owner), name, self._devices[j])
         homes_of_all = {**home_of, **outside}
         note_device_map(module, {name: self._devices[j] for name, j in homes_of_all.items()})
+
+    def _device_of(self, outside: Mapping[str, int]) -> Callable[[Tensor], torch.device]:
+        """Return what knows each tensor's device: that of the first partition that has it."""
+        found: dict[Tensor, torch.device] = {}
+        for partition, device in zip(self._partitions, self._devices, strict=True):
+            for tensor in (*partition.parameters(), *partition.buffers()):
+                found.setdefault(tensor, device)
+        for path, j in outside.items():
+            owner, _, name = path.rpartition(".")
+            found.setdefault(getattr(self.module.get_submodule(owner), name), self._devices[j])
+        return found.__getitem__
 
     @property
     def cuts(self) -> list[str]:

@@ -24,7 +24,6 @@ from pipert.balance.by_cost import check_partitions, minimise_longest_block
 from pipert.balance.calls import (
     Chain,
     as_arguments,
-    copy_of,
     in_chain,
     measure_calls,
     measuring_device,
@@ -46,6 +45,7 @@ from pipert.batch.tensors import tensors_of
 from pipert.model.calls import settled
 from pipert.model.devices import default_devices, parse_devices, where_tensors_are
 from pipert.model.split import is_sequential
+from pipert.model.values import copy_of
 from pipert.planning.candidate import Candidate, Candidates, Memory, limits_of, text_of
 from pipert.planning.memory import peaks
 from pipert.schedules.action import BACKWARD, FORWARD, RECOMPUTE, WEIGHT, Action

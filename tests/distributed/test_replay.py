@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import pipert
 from pipert import distributed
 from pipert.distributed import rank_stage
 from pipert.distributed.replay_model import Recording
@@ -93,7 +94,7 @@ def variously(rank: int) -> list[Any]:
         value: Tensor = plain[name]
         return value
 
-    with distributed.empty_parameters():
+    with pipert.empty_parameters():
         model = Tied()
     assert all(p.is_meta for p in model.parameters())
     example = tied_batch(2)
@@ -228,7 +229,7 @@ def loads_of_another(rank: int) -> Any:
     other = Chain(lambda *a: a[2])
     other.get_buffer("mean").fill_(3)
     before = {name: value.clone() for name, value in other.state_dict().items()}
-    with distributed.empty_parameters():
+    with pipert.empty_parameters():
         model: Any = Chain(lambda *a: a[2])
     model.a.weight.rank_of_update = 8
     x = torch.ones(4, 4)
@@ -251,7 +252,7 @@ def test_loaded_values_are_copies_and_none_is_assigned() -> None:
 
 
 def loads_files(rank: int, folder: str) -> dict[str, Tensor]:
-    with distributed.empty_parameters():
+    with pipert.empty_parameters():
         model = build("unet").bfloat16()
     pipe = distributed.pipeline(model, ["middle"], example=unet_batch(2), load=folder)
     return pipe.state_dict()
@@ -272,7 +273,7 @@ def test_files_of_safetensors_are_loaded(tmp_path: Path) -> None:
 
 def holds(rank: int) -> tuple[int, int]:
     """The most bytes of tensors while loading, and those of this rank's share with one layer."""
-    with distributed.empty_parameters():
+    with pipert.empty_parameters():
         model = nn.Sequential(*[nn.Sequential(nn.Linear(32, 32)) for _ in range(8)])
     most = 0
 
@@ -354,7 +355,7 @@ def test_a_target_with_a_graph_gets_its_gradient() -> None:
 
 def test_empty_parameters_that_layers_share_stay_one_and_other_threads_get_real_ones() -> None:
     weight = nn.Parameter(torch.ones(2, 2))
-    with distributed.empty_parameters(), distributed.empty_parameters():
+    with pipert.empty_parameters(), pipert.empty_parameters():
         first, second = nn.Linear(2, 2), nn.Linear(2, 2)
         first.weight = second.weight = weight
         with ThreadPoolExecutor(1) as threads:
