@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 from torch import nn
@@ -13,6 +14,7 @@ from pipert.balance.by_calls import choose_cuts
 from pipert.balance.by_cost import check_partitions
 from pipert.balance.calls import as_arguments, micro_batches
 from pipert.batch.microbatch import arguments_of
+from pipert.model.calls import order_of_calls
 from pipert.model.device_map import cuts_of_device_map, has_device_map, remove_hooks
 from pipert.model.devices import default_devices, devices_and_workers, parse_devices
 from pipert.model.parameters import Load
@@ -104,17 +106,14 @@ def pipeline(
         devices_and_workers(devices, n)  # refuses too few, before anything takes time
     if example is not None:
         example = as_arguments(micro_batches(arguments_of(example), chunks)[0])
-    while (older := pipe_of(model)) is not None and older.module is model:
-        older._runtime.pool.closed_by = " when another pipe of the model was made"
-        older.close()
-    if has_device_map(model):
-        remove_hooks(model)
+    close_older(model)
     if cuts is None:
         cuts = choose_cuts(model, n, example)
+    order_of = None if example is None else partial(order_of_calls, model, example)
     return ModulePipe(
         model,
         cuts,
-        example,
+        order_of,
         devices=devices,
         chunks=chunks,
         checkpoint=checkpoint,
@@ -123,3 +122,12 @@ def pipeline(
         timeout=timeout,
         load=load,
     )
+
+
+def close_older(model: nn.Module) -> None:
+    """Close the pipe that was made of a model before, and remove hooks that spread it."""
+    while (older := pipe_of(model)) is not None and older.module is model:
+        older._runtime.pool.closed_by = " when another pipe of the model was made"
+        older.close()
+    if has_device_map(model):
+        remove_hooks(model)

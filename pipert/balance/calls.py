@@ -17,7 +17,9 @@ The model's own forward runs, and layers of an ``nn.Sequential`` one after the o
 3. Of the model's own code only the forward is measured; its backward counts as twice that. What
    makes no tensor costs nothing.
 4. The model may be on other devices: every tensor that an operation of its own code uses is brought
-   to the measuring device.
+   to the measuring device. On meta, values are made up, layer by layer.
+5. If the measuring device is meta, nothing is computed that depends on layers, see ``counted``. The
+   model's own code computes with real values what depends on the example alone, such as masks.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ from pipert.balance.measure import (
 from pipert.batch.microbatch import Arguments, scatter
 from pipert.batch.tensors import differentiable, tensors_of
 from pipert.layers.modules import check_initialised
-from pipert.model.calls import Gathering, intercepted, settled, unchanged
+from pipert.model.calls import Gathering, Valueless, intercepted, settled, unchanged
 from pipert.model.devices import default_devices, parse_devices, where_tensors_are
 from pipert.model.settings import check_chunks
 from pipert.model.split import check_module
@@ -114,7 +116,10 @@ def measure_calls(
     """
     upstream = {} if upstream is None else upstream
     calls = _Calls(model, layers, begins, device, measure, stays, upstream)
-    elsewhere = any(t.device != device for t in (*model.parameters(), *model.buffers()))
+    is_counted = device.type == "meta"
+    elsewhere = is_counted or any(
+        t.device != device for t in (*model.parameters(), *model.buffers())
+    )
     with (
         unchanged(model, device),
         torch.inference_mode(False),
@@ -123,7 +128,7 @@ def measure_calls(
         intercepted(layers.values(), calls),
         calls.gathering if elsewhere else contextlib.nullcontext(),
     ):
-        args, kwargs = settled(example, device)
+        args, kwargs = settled(example, torch.device("cpu") if is_counted else device)
         calls.note((args, kwargs), set())
         calls.begin_own_code()
         output = model(*args, **kwargs)
@@ -156,7 +161,8 @@ class _Calls:
         self._weights = self._storages.sizes([*model.parameters(), *model.buffers(), stays])
         self.saved, self._brought = list[Tensor](), list[Tensor]()
         """By the model's own code since the last layer, and for it from other devices."""
-        self.gathering = Gathering(device, self._brought)
+        kind = Valueless if device.type == "meta" else Gathering
+        self.gathering = kind(device, self._brought)
         self._unknown = set[str]()
         self._copied: tuple[Hashable, nn.Module] = (None, model)
         """The kind of the last layer without values, and its copy with some."""

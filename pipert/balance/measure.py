@@ -24,6 +24,7 @@ from pipert.any_model.checkpointed_calls import objects_in, refuse_changes
 from pipert.autograd.leaves import find_leaves
 from pipert.autograd.order import edge_of
 from pipert.autograd.weight_gradients import DeferredGradients, compute_deferred, defer_weights
+from pipert.balance.counted import counted_seconds
 from pipert.batch.tensors import differentiable, tensors_of
 from pipert.model.calls import settled
 from pipert.skip.store import Carried, Store, of_task, parts_of
@@ -308,7 +309,9 @@ def _timed(device: torch.device, run: Callable[[], T]) -> tuple[T, float]:
 
 
 def now(device: torch.device) -> float:
-    """Wait until the device is idle, then read the clock."""
+    """Wait until the device is idle, then read the clock, or what was counted on meta."""
+    if device.type == "meta" and (counted := counted_seconds()) is not None:
+        return counted
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return perf_counter()

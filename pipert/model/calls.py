@@ -28,8 +28,8 @@ from pipert.model.values import copy_of, has_values, made_up
 
 def order_of_calls(
     model: nn.Module,
-    layers: Mapping[str, nn.Module],
     example: Value,
+    layers: Mapping[str, nn.Module],
     cuts: Collection[str] = (),
 ) -> list[str]:
     """Return the names of those ``layers`` that the model calls, in the order of first calls.
@@ -41,8 +41,8 @@ def order_of_calls(
 
     Args:
         model: the model; the example moves to the device of its first parameter.
-        layers: modules of the model, by name.
         example: the arguments, see :func:`arguments_of`. It is not split, so a few rows suffice.
+        layers: modules of the model, by name.
         cuts: names of layers whose calls inside other layers do not count, as no partition begins
             there.
 
@@ -88,7 +88,7 @@ class Gathering(TorchFunctionMode):
     ) -> Any:
         if not self._is_paused:
             if func in (_DEVICE, _IS_META) and _IS_META(args[0]):
-                return self._device if func is _DEVICE else False
+                return self._device if func == _DEVICE else False
             args, kwargs = pytree.tree_map(self.bring, (args, kwargs or {}))
         return func(*args, **kwargs or {})
 
@@ -102,6 +102,36 @@ class Gathering(TorchFunctionMode):
         if self._brought is not None:
             self._brought.append(copy)
         return copy
+
+
+class Valueless(Gathering):
+    """Computes on meta what depends on tensors there, and all else with values, on the CPU."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs, cpu = kwargs or {}, torch.device("cpu")
+        if self._is_paused:
+            return func(*args, **kwargs)
+        if func in (_DEVICE, _IS_META) and _IS_META(args[0]):
+            return cpu if func == _DEVICE else False
+        leaves = pytree.tree_leaves((args, kwargs))
+        on_meta = any(isinstance(each, Tensor) and _IS_META(each) for each in leaves)
+        where = self._device if on_meta else cpu
+
+        def bring(value: Any) -> Any:
+            if isinstance(value, torch.device):
+                return where
+            return value.to(where) if isinstance(value, Tensor) and on_meta else value
+
+        args, kwargs = pytree.tree_map(bring, (args, kwargs))
+        if isinstance(kwargs.get("device"), str):
+            kwargs["device"] = where
+        return func(*args, **kwargs)
+
+    def bring(self, value: Any) -> Any:
+        """Return the value: a layer's arguments are brought to meta with all others."""
+        return value
 
 
 class _FirstCalls:

@@ -189,6 +189,16 @@ def _check_order(cuts: Sequence[str], called: Sequence[str]) -> None:
         )
 
 
+def within(layers: Mapping[str, nn.Module], order: Iterable[str]) -> list[str]:
+    """Return the ``layers`` in which those of an ``order`` of calls are, or which they are."""
+    found: dict[str, None] = {}
+    for name in order:
+        path = name.split(".")
+        around = [".".join(path[:k]) for k in range(len(path) + 1)]
+        found.update(dict.fromkeys(filter(layers.__contains__, around)))
+    return [*found]
+
+
 def homes_outside_of_layers(
     model: nn.Module,
     layers: Mapping[str, nn.Module],

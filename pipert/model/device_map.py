@@ -13,7 +13,7 @@ treat it as the parallel model that it is.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -121,8 +121,33 @@ def remove_hooks(model: nn.Module) -> None:
             del module.forward
 
 
+def device_map_of(
+    model: nn.Module, home_of: Mapping[str, int], devices: Sequence[torch.device]
+) -> dict[str, int | str]:
+    """Return a ``device_map`` that loads a model where a pipe computes it.
+
+    A layer all of whose weights are tied to those of an earlier partition goes to that device,
+    where a pipe keeps them, too.
+
+    Args:
+        model: on any device, also without values.
+        home_of: the partition of each layer, in the order of calls, and of tensors outside of them.
+        devices: the device of each partition.
+    """
+    first: dict[nn.Parameter, int] = {}
+    modules, found = dict(model.named_modules()), dict[str, int | str]()
+    for name in sorted(home_of, key=home_of.__getitem__):
+        own = [*modules[name].parameters()] if name in modules else []
+        homes = {first.setdefault(each, home_of[name]) for each in own}
+        found[name] = _shown(devices[homes.pop() if len(homes) == 1 else home_of[name]])
+    return {name: found[name] for name in home_of}
+
+
+def _shown(device: torch.device) -> int | str:
+    return str(device) if device.index is None or device.type != "cuda" else device.index
+
+
 def note_device_map(model: nn.Module, device_of: Mapping[str, torch.device]) -> None:
     """Set the model's ``hf_device_map``, if it is on several devices or had one."""
     if len(set(device_of.values())) > 1 or has_device_map(model):
-        kinds = {name: d.index if d.type == "cuda" else str(d) for name, d in device_of.items()}
-        setattr(model, _MAP, kinds)
+        setattr(model, _MAP, {name: _shown(device) for name, device in device_of.items()})

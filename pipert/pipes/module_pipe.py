@@ -16,7 +16,6 @@ from pipert.any_model.model import AnyModel
 from pipert.any_model.routed import Routed
 from pipert.batch.joining import JoinNumbers
 from pipert.layers.batchnorm import check_batch_norm
-from pipert.model.calls import order_of_calls
 from pipert.model.cuts import check_cuts, homes, homes_outside_of_layers, layers_of
 from pipert.model.device_map import note_device_map
 from pipert.model.devices import devices_and_workers, refuse_data_parallel
@@ -29,6 +28,9 @@ from pipert.stage.loss import own_loss
 from pipert.stage.loss_checks import StepCall
 
 __all__ = ["ModulePipe"]
+
+OrderOf = Callable[[Mapping[str, nn.Module], Sequence[str]], Sequence[str]]
+"""Returns which layers, by name, a model with these cuts calls, in the order of first calls."""
 
 
 class ModulePipe(PipeBase):
@@ -47,7 +49,7 @@ class ModulePipe(PipeBase):
         self,
         module: nn.Module,
         cuts: Iterable[str],
-        example: Any = None,
+        order_of: OrderOf | None = None,
         *,
         devices: Iterable[Device] | None = None,
         chunks: int = 1,
@@ -68,14 +70,14 @@ class ModulePipe(PipeBase):
         for name in STATE_TABLES:
             self.__dict__[name] = module.__dict__[name]
         self.training = module.training
-        self._split(example, load)
+        self._split(order_of, load)
         self._start()
 
-    def _split(self, example: Any, load: Load | None) -> None:
+    def _split(self, order_of: OrderOf | None, load: Load | None) -> None:
         """Find the layers of each partition, and put them on its device."""
         module, cuts = self.module, self._cuts
         layers = layers_of(module, cuts)
-        order = None if example is None else order_of_calls(module, layers, example, cuts)
+        order = None if order_of is None else order_of(layers, cuts)
         home_of = homes(layers, cuts, order)
         called = dict.fromkeys([*(order or ()), *layers])  # in the order of calls, if it is known
         partitions = [

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
+from pipert.model.cuts import within
 from pipert.pipe import Pipe
-from pipert.pipeline import pipeline
+from pipert.pipeline import close_older
 from pipert.pipes.module_pipe import ModulePipe
+from pipert.planning.memory import DeviceMemory
 
 __all__ = ["Candidate", "Candidates"]
 
@@ -30,22 +33,60 @@ class Candidate:
     schedule: str
     seconds: float
     """The time of a step, without the optimizer; on CPU without what tasks cost by themselves."""
-    peaks: tuple[int, ...]
-    """The most bytes on each device, in the order of the devices."""
+    memory: tuple[DeviceMemory, ...]
+    """The bytes at the peak of each device, in the order of the devices."""
+    limits: tuple[int, ...]
+    """The bytes that each device may use."""
+    is_counted: bool
+    """Whether times are of operations that were counted, at assumed rates, rather than measured."""
+    order: tuple[str, ...] = field(default=(), repr=False)
+    """The layers, in the order of their first calls."""
+    device_map: Mapping[str, int | str] = field(default_factory=dict, repr=False, compare=False)
+    """Where each module goes, for ``from_pretrained(folder, device_map=plan.device_map)``."""
+
+    @property
+    def peaks(self) -> tuple[int, ...]:
+        """The most bytes on each device, in the order of the devices."""
+        return tuple(map(sum, self.memory))
+
+    def report(self) -> str:
+        """Return a table of the memory of each device, and the time of a step."""
+        names = dict.fromkeys(self.devices)
+        columns = "device", "weights", "gradients", "optimizer", "activations", "peak", "limit"
+        rows: list[Sequence[str]] = [columns]
+        for name, memory, limit in zip(names, self.memory, self.limits, strict=True):
+            rows.append((name, *map(text_of, (*memory, sum(memory), limit))))
+        how = "assumed, from counted operations" if self.is_counted else "measured layer by layer"
+        seconds = f"{1e3 * self.seconds:.2f} ms a step without the optimizer, {how}"
+        modes = self.checkpoint if isinstance(self.checkpoint, str) else " ".join(self.checkpoint)
+        plan = f"{self.schedule}, {self.chunks} chunks, checkpoint {modes}"
+        return "\n".join([plan, seconds, "", *aligned(rows)])
 
     def make(self, model: nn.Module, **settings: Any) -> Pipe | ModulePipe:
         """Make the planned pipe of ``model``.
 
         Args:
-            model: the model of the plan, or an equal one.
+            model: the model of the plan, or an equal one: loaded with its ``device_map``, or
+                without values, with ``load=`` as in :func:`pipeline`, or on the host.
             **settings: arguments of :class:`Pipe` or :func:`pipeline` to add or to replace.
+
+        Raises:
+            OutOfMemoryError: a device is full; a note says what the plan predicts.
         """
         names = "devices", "chunks", "checkpoint", "schedule"
         settings = {**{name: getattr(self, name) for name in names}, **settings}
-        if self.cuts is not None:
-            return pipeline(model, self.cuts, **settings)
-        assert isinstance(model, nn.Sequential)
-        return Pipe(model, self.balance, **settings)
+        try:
+            if self.cuts is None:
+                assert isinstance(model, nn.Sequential)
+                return Pipe(model, self.balance, **settings)
+            close_older(model)
+            return ModulePipe(model, self.cuts, self._order_of, **settings)
+        except torch.OutOfMemoryError as error:
+            error.add_note(f"the plan is {self.report()}")
+            raise
+
+    def _order_of(self, layers: Mapping[str, nn.Module], cuts: Sequence[str]) -> list[str]:
+        return within(layers, self.order)
 
     @property
     def line(self) -> str:
@@ -75,9 +116,13 @@ class Candidates(tuple[Candidate, ...]):
                 modes if isinstance(modes, str) else " ".join(modes),
                 ", ".join(map(text_of, each.peaks)),
             ))  # fmt: skip
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-        return "\n".join([*lines, "", self[0].line])
+        return "\n".join([*aligned(rows), "", self[0].report(), "", self[0].line])
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return lines of columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
 def text_of(size: int) -> str:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from pipert.balance.measure import Cost, Sizes, joined, total, without
 from pipert.schedules.action import BACKWARD, FORWARD, RECOMPUTE, WEIGHT
@@ -28,9 +29,21 @@ from pipert.schedules.plan import Plan
 Blocks = Sequence[Cost]
 
 
+class DeviceMemory(NamedTuple):
+    """The bytes on one device at the peak of a step."""
+
+    weights: int
+    """Parameters and buffers."""
+    gradients: int
+    optimizer: int
+    """The state of the optimizer."""
+    activations: int
+    """What tasks keep and need, the mini-batch and its targets."""
+
+
 def peaks(
     plan: Plan, parts: Sequence[Blocks], scale: float, batch: int, targets: int = 0
-) -> list[int]:
+) -> list[DeviceMemory]:
     """Predict the peak of each worker's device from the costs of the blocks of each partition.
 
     ``scale`` is the memory of a trained parameter with its ``.grad`` and the optimizer's state,
@@ -67,11 +80,18 @@ def peaks(
                 live[place[source]] += size if j == source else -size
             elif kind == BACKWARD and j in (source, to):  # and gradients for the next backward
                 live[place[to]] += total(sizes) if j == to else -total(sizes)
-    for cost, worker in zip(costs, place, strict=True):
-        most[worker] += round(total(cost.parameters) + (scale - 1) * total(cost.trained))
     most[place[0]] += batch
     most[place[-1]] += targets
-    return [most[worker] for worker in sorted(most)]
+    found = []
+    for worker in sorted(most):  # what several partitions share is there once
+        own = [cost for cost, at in zip(costs, place, strict=True) if at == worker]
+        weights, trained = (
+            total({key: size for cost in own for key, size in getattr(cost, name).items()})
+            for name in ("parameters", "trained")
+        )
+        state = round((scale - 2) * trained)
+        found.append(DeviceMemory(weights, trained, state, most[worker]))
+    return found
 
 
 def _crossing(costs: Sequence[Cost]) -> Iterator[tuple[int, int, Sizes]]:

@@ -8,6 +8,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
+from dataclasses import replace
 from functools import cache, partial
 from itertools import accumulate, pairwise, product
 from operator import gt
@@ -29,6 +30,7 @@ from pipert.balance.calls import (
     measuring_device,
     micro_batches,
 )
+from pipert.balance.counted import LINK, counting
 from pipert.balance.measure import (
     Blocks,
     Cost,
@@ -43,9 +45,12 @@ from pipert.balance.measure import (
 from pipert.batch.microbatch import arguments_of
 from pipert.batch.tensors import tensors_of
 from pipert.model.calls import settled
+from pipert.model.cuts import homes, homes_outside_of_layers, layers_of, within
+from pipert.model.device_map import device_map_of
 from pipert.model.devices import default_devices, parse_devices, where_tensors_are
+from pipert.model.parameters import META
 from pipert.model.split import is_sequential
-from pipert.model.values import copy_of
+from pipert.model.values import copy_of, has_values
 from pipert.planning.candidate import Candidate, Candidates, Memory, limits_of, text_of
 from pipert.planning.memory import peaks
 from pipert.schedules.action import BACKWARD, FORWARD, RECOMPUTE, WEIGHT, Action
@@ -65,7 +70,7 @@ def plan_for(
     memory: Memory | Sequence[Memory],
     loss_fn: LossFn = None,
     target: Value = None,
-    devices: Iterable[Device] | None = None,
+    devices: Iterable[Device] | int | None = None,
     chunks: int | Sequence[int] | None = None,
     optimizer: Optimizer | Callable[..., Optimizer] | None = None,
     best: int = 5,
@@ -84,7 +89,8 @@ def plan_for(
 
     Args:
         model: an ``nn.Sequential`` for :class:`Pipe`, or any module for :func:`pipeline`, whose own
-            forward runs; it stays unchanged.
+            forward runs; it stays unchanged. Parameters on the meta device get made-up values, in
+            one layer at a time.
         example: a mini-batch, as large as those to train with: the first layer's input, or
             arguments of the model as in :func:`pipeline`.
         memory: the limit of each device: bytes, or a text such as ``'20GiB'``; or a list with one
@@ -92,7 +98,8 @@ def plan_for(
         loss_fn, target: as in :meth:`Pipe.forward_backward`; the loss is measured as a part of the
             last partition. Default: it costs nothing, unless the model computes it.
         devices: the devices to use, each once, or ``'cpu'`` for each logical CPU device; layers are
-            measured on the first. Default: the CUDA devices in order, or two logical CPU devices.
+            measured on the first. Default: the CUDA devices in order, or two logical CPU devices. A
+            number stands for GPUs that are not here: nothing is computed, and times are assumed.
         chunks: the number of micro-batches, or several to try. Default: one, two, four and eight
             times the number of devices, as far as there are rows: one for each micro-batch, two if
             the model has batch statistics.
@@ -112,15 +119,14 @@ def plan_for(
     """
     if best < 1:
         raise ValueError(f"best must be 1 or more, got {best}")
-    names = _names(devices)
-    where = where_tensors_are(parse_devices(names))
+    names, is_counted = _names(devices), isinstance(devices, int)
+    where = META if is_counted else where_tensors_are(parse_devices(names[:1]))[0]
     limits = limits_of(memory, len(names))
     if isinstance(loss_fn, nn.Module):  # with class weights, perhaps
-        loss_fn = copy_of(loss_fn, where[0])
+        loss_fn = copy_of(loss_fn, where)
     d, is_cut = len(names), not is_sequential(model)
     if is_cut:
         example = arguments_of(example)
-    costs_for = _blocks_of(model, loss_fn, d, where[0], micro_batches(example, d)[0])
     rows = min([len(tensor) for tensor in tensors_of(example)[0] if tensor.dim()], default=1)
     if any(isinstance(module, NormBase) and module.training for module in model.modules()):
         rows //= 2  # statistics need two
@@ -131,23 +137,62 @@ def plan_for(
     sizes = [sum(tensor.nbytes for tensor in tensors_of(x)[0]) for x in (example, target)]
     _log.info(
         "plan_for measures the layers on %s for chunks=%s: equal ones once, the others run some "
-        "ten times each", where[0], tried,
+        "ten times each", where, tried,
     )  # fmt: skip
-    search = partial(_Search, names, limits, _scale_of(optimizer), sizes, is_cut)
-    found = list[Candidate]()
-    for m, value in firsts.items():
-        aim = None if target is None else settled(micro_batches(target, m)[0], where[0])
-        found += search(m, costs_for(value, aim)).candidates()
+    search = partial(_Search, names, limits, _scale_of(optimizer), sizes, is_cut, is_counted)
+    found, order = list[Candidate](), dict[str, set[str]]()
+    with _counting() if is_counted else contextlib.nullcontext():
+        costs_for = _blocks_of(model, loss_fn, d, where, micro_batches(example, d)[0], order)
+        for m, value in firsts.items():
+            aim = None if target is None else micro_batches(target, m)[0]
+            aim = aim if is_counted else settled(aim, where)
+            found += search(m, costs_for(value, aim)).candidates()
     fit = [each for each in found if not _excess(each, limits)]
     if not fit:
         least = min(found, key=lambda each: _excess(each, limits))
         raise ValueError(_what_is_missing(least, limits, names))
     fastest = sorted(fit, key=lambda each: (round(each.seconds, 9), sum(each.peaks)))
-    return Candidates(fastest[:best])
+    return Candidates([_placed(each, model, [*order]) for each in fastest[:best]])
 
 
-def _names(devices: Iterable[Device] | None) -> list[str]:
+def _placed(each: Candidate, model: nn.Module, order: Sequence[str]) -> Candidate:
+    """Return a candidate that knows where each module goes."""
+    devices = [torch.device(name) for name in each.devices]
+    if each.cuts is None:
+        ends = [0, *accumulate(each.balance)]
+        home_of = {
+            name: j
+            for j, (a, b) in enumerate(pairwise(ends))
+            for name in [*model._modules][a:b]
+        }
+    else:
+        layers = layers_of(model, each.cuts)
+        home_of = homes(layers, each.cuts, within(layers, order))
+        home_of = {**{name: home_of[name] for name in within(layers, order)}, **home_of}
+        home_of |= homes_outside_of_layers(model, layers, each.cuts, home_of)
+    return replace(each, order=tuple(order), device_map=device_map_of(model, home_of, devices))
+
+
+@contextlib.contextmanager
+def _counting() -> Iterator[None]:
+    """Count operations, and explain those that cannot be counted."""
+    if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
+        raise ValueError(
+            "operations under autocast cannot be counted; give the model the dtype in which it "
+            "computes, model.bfloat16(), or devices to measure on"
+        )
+    with counting():
+        try:
+            yield
+        except RuntimeError as error:
+            error.add_note("operations are counted on meta; to measure, pass a list of devices")
+            raise
+
+
+def _names(devices: Iterable[Device] | int | None) -> list[str]:
     """Return each device's name; logical CPU devices get a number, as they may be named twice."""
+    if isinstance(devices, int):
+        return [f"cuda:{k}" for k in range(check_partitions(devices))]
     parsed = map(str, default_devices(2) if devices is None else parse_devices(devices))
     names = [f"cpu:{k}" if name == "cpu" else name for k, name in enumerate(parsed)]
     if not names:
@@ -179,22 +224,24 @@ def _scale_of(optimizer: Optimizer | Callable[..., Optimizer] | None) -> float:
 
 
 def _blocks_of(
-    model: nn.Module, loss_fn: LossFn, d: int, where: torch.device, first: Value
+    model: nn.Module, loss_fn: LossFn, d: int, where: torch.device, first: Value,
+    order: dict[str, set[str]],
 ) -> Callable[[Value, Value], Blocks]:
     """Find the blocks of a model for ``d`` devices: its layers if it is an ``nn.Sequential``, else
-    those of the calls for a ``first`` micro-batch.
+    those of the calls for a ``first`` micro-batch. ``order`` gets the layers, as they are called.
 
     Returns:
         What measures them for a micro-batch and its target.
     """
-    measuring_device(where, model)  # refuses parameters without values
+    measuring_device(where, model)  # refuses lazy layers
     layers, begins, chain = {"": model}, [""], [model]
     if is_sequential(model):
         layers = in_chain(model)
         begins, chain = [*layers], [*layers.values()]
         check_partitions(d, len(chain))
-    elif d > 1:
-        layers, begins = find_blocks(model, d, as_arguments(first), where, 2)
+    elif d > 1 or not has_values(model):
+        with _without_caches(model):
+            layers, begins = find_blocks(model, d, as_arguments(first), where, 2)
 
     def costs_for(value: Value, target: Value) -> Blocks:
         whole = Chain(chain, then=lambda y: y if loss_fn is None else loss_fn(y, target))
@@ -202,10 +249,12 @@ def _blocks_of(
         def measure() -> Blocks:
             once = once_for_equal(measure_all)
             example = as_arguments(value)
-            return measure_calls(whole, layers, begins, example, where, once, stays=target)
+            return measure_calls(
+                whole, layers, begins, example, where, once, stays=target, upstream=order
+            )
 
         with _without_caches(model):
-            return medians([measure() for _ in range(3)])
+            return medians([measure() for _ in range(1 if where == META else 3)])
 
     return costs_for
 
@@ -234,7 +283,7 @@ class _Search:
 
     def __init__(
         self, names: list[str], limits: list[int], scale: float, sizes: list[int], is_cut: bool,
-        m: int, costs: Mapping[str, Cost],
+        is_counted: bool, m: int, costs: Mapping[str, Cost],
     ) -> None:  # fmt: skip
         self._names, self._limits, self._scale, self._sizes = names, limits, scale, sizes
         self._begins, self._is_cut, self._m = [*costs], is_cut, m
@@ -247,6 +296,7 @@ class _Search:
         self._weights = [0.0, *accumulate(weights)]
         saved = [total(without(each.saved, each.inputs)) for each in blocks]
         self._saved, self._blocks = [0, *accumulate(saved)], blocks
+        self._is_counted = is_counted
         self._copy_time = cache(_copy_time)
 
     def candidates(self) -> Iterator[Candidate]:
@@ -303,6 +353,8 @@ class _Search:
                 schedule,
                 self._time(made, [*map(joined, parts)]),
                 tuple(peaks(made, parts, self._scale, *self._sizes)),
+                tuple(self._limits),
+                self._is_counted,
             )
             if not _excess(each, self._limits):
                 break
@@ -321,6 +373,8 @@ class _Search:
 
         def copying(j: int, to: int) -> float:
             source, target = (self._names[made.placement[k]] for k in sorted((j, to)))
+            if self._is_counted:
+                return total(parts[max(j, to)].inputs) / LINK * (source != target)
             return self._copy_time(source, target, total(parts[max(j, to)].inputs))
 
         return max(end for _, end in simulate(made, seconds, copying).values())
