@@ -144,7 +144,7 @@ def device_map_of(
 
 
 def _shown(device: torch.device) -> int | str:
-    return str(device) if device.index is None or device.type != "cuda" else device.index
+    return device.type if device.index is None or device.type != "cuda" else device.index
 
 
 def note_device_map(model: nn.Module, device_of: Mapping[str, torch.device]) -> None:

@@ -67,7 +67,7 @@ def chosen(model: nn.Module, n: int, example: Any = X, **options: Any) -> list[s
     options = {"timeout": 0, "device": "cpu", **options}
     cuts = choose_cuts(model, n, example, **options)
     layers = layers_of(model, check_cuts(model, cuts))
-    assert len(set(homes(layers, cuts, order_of_calls(model, layers, example)).values())) == n
+    assert len(set(homes(layers, cuts, order_of_calls(model, example, layers)).values())) == n
     return cuts
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import weight_norm
 
-from pipert.balance import Arguments, balance_by_size, balance_by_time, layer_sizes
+from pipert.balance import Arguments, balance_by_size, balance_by_time, layer_sizes, layer_times
 from pipert.balance.calls import measure_layers
 from pipert.balance.measure import measure_all
 from pipert.skip import pop, skippable, stash
@@ -178,11 +178,11 @@ def test_a_layer_that_cannot_be_copied_is_answered_with_a_remedy() -> None:
     assert "balance_by_cost" in caught.value.__notes__[0]
 
 
-def test_a_module_on_meta_is_told_about_the_device() -> None:
-    with torch.device("meta"):
-        module = nn.Sequential(nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="device='meta'"):
-        layer_sizes(module, torch.ones(2, 2), device="cpu")
+def test_a_module_without_values_is_measured_as_one_with_them() -> None:
+    module = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+    sizes = layer_sizes(module, torch.ones(2, 2))
+    assert layer_sizes(module.to("meta"), torch.ones(2, 2)) == sizes
+    assert min(layer_times(module, torch.ones(2, 2), timeout=0)) > 0
 
 
 def test_a_lazy_layer_is_refused_by_name() -> None:

@@ -42,7 +42,7 @@ X = torch.ones(3, 4)
 
 
 def order(model: nn.Module, example: Any, cuts: tuple[str, ...] = ("b",)) -> list[str]:
-    return order_of_calls(model, layers_of(model, cuts), example)
+    return order_of_calls(model, example, layers_of(model, cuts))
 
 
 def test_layers_are_ordered_by_their_first_calls() -> None:
@@ -77,10 +77,10 @@ class Borrower(nn.Module):
 def test_a_call_inside_another_layer_begins_no_partition() -> None:
     again, model = Lent(again=True), Lent(again=False)
     layers = layers_of(model, ["lent"])
-    assert order_of_calls(model, layers, X) == ["borrower", "lent", "head"]
-    assert order_of_calls(model, layers, X, ["lent"]) == ["borrower", "head"]
+    assert order_of_calls(model, X, layers) == ["borrower", "lent", "head"]
+    assert order_of_calls(model, X, layers, ["lent"]) == ["borrower", "head"]
     layers = layers_of(again, ["lent"])
-    assert order_of_calls(again, layers, X, ["lent"]) == ["borrower", "head", "lent"]
+    assert order_of_calls(again, X, layers, ["lent"]) == ["borrower", "head", "lent"]
 
 
 def test_a_cut_that_is_only_called_inside_another_layer_is_refused() -> None:
@@ -145,7 +145,7 @@ def test_a_dry_run_calls_layers_of_a_pipe_as_usual() -> None:
     model = Backwards()
     intercept([model.b])  # as a pipe does
     before = model.b._compiled_call_impl
-    assert order_of_calls(model, {"a": model.a}, X) == ["a"]
+    assert order_of_calls(model, X, {"a": model.a}) == ["a"]
     assert order(model, X) == CALLED
     assert model.b._compiled_call_impl is before
 

@@ -17,7 +17,7 @@ from pipert import Pipe, plan_for
 from pipert.balance import layer_sizes
 from pipert.balance.calls import measure_layers
 from pipert.balance.measure import Cost, joined, measure_all, once_for_equal, total, without
-from pipert.planning.candidate import bytes_of
+from pipert.planning.candidate import bytes_of, text_of
 from pipert.planning.memory import peaks
 from pipert.schedules import plan
 from tests.helpers.activations import Activations
@@ -106,8 +106,13 @@ def test_the_table_and_the_line_to_paste() -> None:
     found = plan_for(
         layers(), torch.randn(8, 16), memory="1GiB", devices=["cpu"], chunks=[2], best=1
     )
-    head, row, _, make = str(found).splitlines()
+    head, row, _, *report, make = str(found).splitlines()
     assert head.split("  ")[0] == "ms a step" and row.split()[1] == "2"
+    assert report[:-1] == found[0].report().splitlines() and "measured" in report[1]
+    weights, gradients, optimizer, activations = found[0].memory[0]
+    assert (weights, gradients, optimizer) == (4 * 17 * 16 * 4, weights, 0) and activations > 0
+    shown = map(text_of, (weights, gradients, optimizer, activations, *found[0].peaks, 2**30))
+    assert report[-2].split() == " ".join(["cpu:0", *shown]).split()
     assert make == "pipe = Pipe(module, [4], devices=['cpu:0'], chunks=2, " + (
         f"checkpoint='never', schedule={found[0].schedule!r})"
     )
@@ -169,7 +174,7 @@ def test_bytes_of_a_linear_layer_and_of_partitions() -> None:
 def test_peaks_rise_with_the_micro_batches_that_are_kept(schedule: str, kept: int) -> None:
     costs = layer_costs(layers(2, 64), torch.randn(512, 64))
     saved = total(without(costs[0].saved, costs[0].inputs))  # these belong to the mini-batch
-    found = peaks(plan(schedule, 4, 2), [[cost] for cost in costs], 2.0, 0)[0]
+    found = sum(peaks(plan(schedule, 4, 2), [[cost] for cost in costs], 2.0, 0)[0])
     fixed = 2 * total(costs[0].parameters)
     assert kept * saved <= found - fixed <= (2 * kept + 2) * saved
 
