@@ -143,10 +143,14 @@ def cases_of(phase: str) -> list[Case]:
 @pytest.mark.pairwise
 @pytest.mark.parametrize(
     "case",
-    # One partition without cuts is one layer; values are flattened inside of others.
+    # One partition without cuts is one layer; values are flattened inside of others, and the input
+    # where a layer is recomputed.
     [
         pytest.param(
-            case, marks=[pytest.mark.layered] if case.n == 1 or "leave" in case.phase else []
+            case,
+            marks=[pytest.mark.layered]
+            if case.n == 1 or "leave" in case.phase or (case.phase, case.j) == ("arrive", 0)
+            else [],
         )
         for phase in PHASES
         for case in cases_of(phase)
