@@ -7,7 +7,7 @@ Peak of a device::
     + micro-batches that are kept x what each needs: the tensors that are saved, or, if the
       partition is recomputed, its inputs
     + values and gradients on their way to another device
-    + the largest task
+    + the largest task; or the temporary tensors of the optimizer's step, if they are more
 
 ``F`` leaves what the backward needs. ``R`` makes it again. ``B`` frees it from the last block to
 the first, and meanwhile makes gradients of weights; what it defers stays until ``W``. A block, on
@@ -23,6 +23,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from pipert.balance.measure import Cost, Sizes, joined, total, without
+from pipert.planning.optimizer import OptimizerMemory
 from pipert.schedules.action import BACKWARD, FORWARD, RECOMPUTE, WEIGHT
 from pipert.schedules.plan import Plan
 
@@ -38,16 +39,16 @@ class DeviceMemory(NamedTuple):
     optimizer: int
     """The state of the optimizer."""
     activations: int
-    """What tasks keep and need, the mini-batch and its targets."""
+    """What tasks keep and need, the mini-batch and its targets; or what the optimizer's step needs
+    when these are gone, if that is more."""
 
 
 def peaks(
-    plan: Plan, parts: Sequence[Blocks], scale: float, batch: int, targets: int = 0
+    plan: Plan, parts: Sequence[Blocks], optimizer: OptimizerMemory, batch: int, targets: int = 0
 ) -> list[DeviceMemory]:
     """Predict the peak of each worker's device from the costs of the blocks of each partition.
 
-    ``scale`` is the memory of a trained parameter with its ``.grad`` and the optimizer's state,
-    relative to that of the parameter alone. A partition recomputes all micro-batches, or none.
+    A partition recomputes all micro-batches, or none.
     """
     place, costs = plan.placement, [joined(blocks) for blocks in parts]
     is_split, crossing = WEIGHT in plan.occurring_kinds, [*_crossing(costs)]
@@ -85,12 +86,12 @@ def peaks(
     found = []
     for worker in sorted(most):  # what several partitions share is there once
         own = [cost for cost, at in zip(costs, place, strict=True) if at == worker]
-        weights, trained = (
-            total({key: size for cost in own for key, size in getattr(cost, name).items()})
-            for name in ("parameters", "trained")
-        )
-        state = round((scale - 2) * trained)
-        found.append(DeviceMemory(weights, trained, state, most[worker]))
+        weights = total({key: size for cost in own for key, size in cost.parameters.items()})
+        each = {key: size for cost in own for key, size in cost.trained.items()}
+        trained, largest = total(each), max(each.values(), default=0)
+        step = optimizer.step * trained + optimizer.of_largest * largest
+        state, working = round(optimizer.state * trained), max(most[worker], round(step))
+        found.append(DeviceMemory(weights, trained, state, working))
     return found
 
 

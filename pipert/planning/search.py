@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from copy import copy
 from dataclasses import replace
 from functools import cache, partial
 from itertools import accumulate, pairwise, product
@@ -53,6 +51,7 @@ from pipert.model.split import is_sequential
 from pipert.model.values import copy_of, has_values
 from pipert.planning.candidate import Candidate, Candidates, Memory, limits_of, text_of
 from pipert.planning.memory import peaks
+from pipert.planning.optimizer import OptimizerMemory, optimizer_memory
 from pipert.schedules.action import BACKWARD, FORWARD, RECOMPUTE, WEIGHT, Action
 from pipert.schedules.plan import Plan, plan, recomputed_in_each
 from pipert.schedules.simulate import most_kept, simulate
@@ -103,8 +102,9 @@ def plan_for(
         chunks: the number of micro-batches, or several to try. Default: one, two, four and eight
             times the number of devices, as far as there are rows: one for each micro-batch, two if
             the model has batch statistics.
-        optimizer: the optimizer, or its class, such as ``torch.optim.AdamW``. Its step with a small
-            parameter shows how much memory its state takes. Default: none, as with plain SGD.
+        optimizer: the optimizer, or its class, such as ``torch.optim.AdamW``. Its step with small
+            parameters shows how much memory its state takes, and the step itself. Default: none, as
+            with plain SGD.
         best: how many candidates to return, at most.
 
     Returns:
@@ -139,7 +139,8 @@ def plan_for(
         "plan_for measures the layers on %s for chunks=%s: equal ones once, the others run some "
         "ten times each", where, tried,
     )  # fmt: skip
-    search = partial(_Search, names, limits, _scale_of(optimizer), sizes, is_cut, is_counted)
+    state = optimizer_memory(optimizer, is_counted or where.type == "cuda")
+    search = partial(_Search, names, limits, state, sizes, is_cut, is_counted)
     found, order = list[Candidate](), dict[str, set[str]]()
     with _counting() if is_counted else contextlib.nullcontext():
         costs_for = _blocks_of(model, loss_fn, d, where, micro_batches(example, d)[0], order)
@@ -202,27 +203,6 @@ def _names(devices: Iterable[Device] | int | None) -> list[str]:
     return names
 
 
-def _scale_of(optimizer: Optimizer | Callable[..., Optimizer] | None) -> float:
-    """Return the memory of a parameter, its gradient and its state, relative to the parameter's."""
-    if optimizer is None:
-        return 2.0
-    parameter = nn.Parameter(torch.zeros(64, 64))
-    parameter.grad = torch.zeros_like(parameter)
-    if not isinstance(optimizer, Optimizer):
-        one = optimizer([parameter])
-        one.step()
-    elif optimizer.state:
-        one = optimizer
-    else:  # not a step of its own
-        one = copy(optimizer)
-        one.state, one.param_groups = defaultdict(dict), []
-        one.add_param_group({**optimizer.param_groups[0], "params": [parameter]})
-        one.step()
-    state = tensors_of([[*values.values()] for values in one.state.values()])[0]
-    of_parameters = sum([each.nbytes for each in one.state]) or 1
-    return 2 + sum([tensor.nbytes for tensor in state]) / of_parameters
-
-
 def _blocks_of(
     model: nn.Module, loss_fn: LossFn, d: int, where: torch.device, first: Value,
     order: dict[str, set[str]],
@@ -282,16 +262,17 @@ class _Search:
     """Finds ways to divide the blocks of a model and to run ``m`` micro-batches."""
 
     def __init__(
-        self, names: list[str], limits: list[int], scale: float, sizes: list[int], is_cut: bool,
-        is_counted: bool, m: int, costs: Mapping[str, Cost],
+        self, names: list[str], limits: list[int], state: OptimizerMemory, sizes: list[int],
+        is_cut: bool, is_counted: bool, m: int, costs: Mapping[str, Cost],
     ) -> None:  # fmt: skip
-        self._names, self._limits, self._scale, self._sizes = names, limits, scale, sizes
+        self._names, self._limits, self._state, self._sizes = names, limits, state, sizes
         self._begins, self._is_cut, self._m = [*costs], is_cut, m
         blocks = [*costs.values()]
         self._seconds = [block.seconds for block in blocks]
         self._again = sum([block.forward for block in blocks]) / (sum(self._seconds) or 1.0)
         """What a recomputation takes of the time of the rest."""
         # With the gradients that a backward makes before it adds them to those in ``.grad``.
+        scale = 2 + state.state
         weights = [total(each.parameters) + scale * total(each.trained) for each in blocks]
         self._weights = [0.0, *accumulate(weights)]
         saved = [total(without(each.saved, each.inputs)) for each in blocks]
@@ -352,7 +333,7 @@ class _Search:
                 modes[0] if len(set(modes)) == 1 else modes,
                 schedule,
                 self._time(made, [*map(joined, parts)]),
-                tuple(peaks(made, parts, self._scale, *self._sizes)),
+                tuple(peaks(made, parts, self._state, *self._sizes)),
                 tuple(self._limits),
                 self._is_counted,
             )

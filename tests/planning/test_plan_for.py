@@ -19,6 +19,7 @@ from pipert.balance.calls import measure_layers
 from pipert.balance.measure import Cost, joined, measure_all, once_for_equal, total, without
 from pipert.planning.candidate import bytes_of, text_of
 from pipert.planning.memory import peaks
+from pipert.planning.optimizer import OptimizerMemory, optimizer_memory
 from pipert.schedules import plan
 from tests.helpers.activations import Activations
 
@@ -174,7 +175,7 @@ def test_bytes_of_a_linear_layer_and_of_partitions() -> None:
 def test_peaks_rise_with_the_micro_batches_that_are_kept(schedule: str, kept: int) -> None:
     costs = layer_costs(layers(2, 64), torch.randn(512, 64))
     saved = total(without(costs[0].saved, costs[0].inputs))  # these belong to the mini-batch
-    found = sum(peaks(plan(schedule, 4, 2), [[cost] for cost in costs], 2.0, 0)[0])
+    found = sum(peaks(plan(schedule, 4, 2), [[cost] for cost in costs], OptimizerMemory(), 0)[0])
     fixed = 2 * total(costs[0].parameters)
     assert kept * saved <= found - fixed <= (2 * kept + 2) * saved
 
@@ -227,6 +228,14 @@ def test_the_state_of_an_optimizer_counts(optimizer: Any, scale: float) -> None:
         found = plan_for(module, x, optimizer=given, **options)[0].peaks[0]
         assert found - plain == pytest.approx((scale - 2) * trained, rel=0.01)
     assert str(one.state_dict()) == before
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "step"), [(torch.optim.SGD, 0.0), (torch.optim.AdamW, 2.0)]
+)
+def test_a_step_that_takes_all_parameters_at_once_needs_more(optimizer: Any, step: float) -> None:
+    assert optimizer_memory(optimizer, on_gpus=False).step == 0
+    assert optimizer_memory(optimizer, on_gpus=True).step == pytest.approx(step, abs=0.01)
 
 
 def test_measuring_leaves_nothing_behind() -> None:
