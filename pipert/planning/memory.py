@@ -70,17 +70,20 @@ def peaks(
             FORWARD: (stays, stays), RECOMPUTE: (again, again),
             BACKWARD: (backward, later - stays - again), WEIGHT: (made - later, -later),
         })  # fmt: skip
+    waiting: list[list[tuple[int, int, int, int]]] = [[] for _ in costs]
+    for source, to, sizes in crossing:
+        for j in (source, to):
+            waiting[j].append((source, to, total(without(sizes, left[source])), total(sizes)))
     live, most = Counter[int](), Counter[int]()
     for kind, _, j in plan.order:
         task, change = tasks[j][kind]
         most[place[j]] = max(most[place[j]], live[place[j]] + task)
         live[place[j]] += change
-        for source, to, sizes in crossing:
-            if kind == FORWARD and j in (source, to):  # outputs wait for the next forward
-                size = total(without(sizes, left[source]))
-                live[place[source]] += size if j == source else -size
-            elif kind == BACKWARD and j in (source, to):  # and gradients for the next backward
-                live[place[to]] += total(sizes) if j == to else -total(sizes)
+        for source, to, output, gradient in waiting[j]:
+            if kind == FORWARD:  # outputs wait for the next forward
+                live[place[source]] += output if j == source else -output
+            elif kind == BACKWARD:  # and gradients for the next backward
+                live[place[to]] += gradient if j == to else -gradient
     most[place[0]] += batch
     most[place[-1]] += targets
     found = []
@@ -101,7 +104,8 @@ def _crossing(costs: Sequence[Cost]) -> Iterator[tuple[int, int, Sizes]]:
         needed: Sizes = cost.inputs
         for source in reversed(range(j)):
             outputs = costs[source].outputs
-            yield source, j, {key: size for key, size in needed.items() if key in outputs}
+            if found := {key: size for key, size in needed.items() if key in outputs}:
+                yield source, j, found
             needed = without(needed, outputs)
 
 

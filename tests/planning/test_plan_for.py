@@ -231,7 +231,7 @@ def test_the_state_of_an_optimizer_counts(optimizer: Any, scale: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "step"), [(torch.optim.SGD, 0.0), (torch.optim.AdamW, 2.0)]
+    ("optimizer", "step"), [(torch.optim.SGD, 0.0), (torch.optim.AdamW, 1.0)]
 )
 def test_a_step_that_takes_all_parameters_at_once_needs_more(optimizer: Any, step: float) -> None:
     assert optimizer_memory(optimizer, on_gpus=False).step == 0
