@@ -119,6 +119,7 @@ def plan_for(
     """
     if best < 1:
         raise ValueError(f"best must be 1 or more, got {best}")
+    _refuse_quantised(model)
     names, is_counted = _names(devices), isinstance(devices, int)
     where = META if is_counted else where_tensors_are(parse_devices(names[:1]))[0]
     limits = limits_of(memory, len(names))
@@ -188,6 +189,16 @@ def _counting() -> Iterator[None]:
         except RuntimeError as error:
             error.add_note("operations are counted on meta; to measure, pass a list of devices")
             raise
+
+
+def _refuse_quantised(model: nn.Module) -> None:
+    """Refuse to count plain weights for a model that will be loaded with quantised ones."""
+    config = getattr(model, "config", None)
+    if not has_values(model) and getattr(config, "quantization_config", None) is not None:
+        raise ValueError(
+            "the model's config has a quantization_config, but the model on meta has plain weights "
+            "of other sizes; load it with device_map='auto', then plan"
+        )
 
 
 def _names(devices: Iterable[Device] | int | None) -> list[str]:

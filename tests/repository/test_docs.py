@@ -35,6 +35,7 @@ NEEDS = {
     "any_model": ("transformers", "accelerate", "peft"),
     "fine_tuning": ("transformers", "accelerate", "peft", "lightning"),
     "seeing": ("matplotlib",),
+    "large_models": ("transformers", "accelerate", "safetensors"),
     "start": ("transformers",),
     "ddp": ("numpy",), "several_machines": ("numpy",),
 }
