@@ -224,12 +224,13 @@ def _finish(model_run: ModelRun) -> None:
     microbatches: list[MicroBatchForward] = list(model_run.microbatches.values())
     for microbatch in microbatches:
         microbatch.unwind()
-    if model_run.run.outcome.is_settled():  # else it was given up
+    outcome = model_run.run.outcome
+    if outcome.is_settled():  # else it was given up, or never posted
         for microbatch in microbatches:
             microbatch.wait()
     model_run.microbatches.clear()
     model_run.inspection = None
     if model_run.step is not None:
         model_run.step.ledger.clear()
-    if not model_run.run.outcome.has_failed():
+    if outcome.is_settled() and not outcome.has_failed():
         model_run.layers.warn_of_cuts()
