@@ -25,7 +25,6 @@ CANNOT_RUN: dict[str, str] = {
     "tests/any_model/test_families_on_gpus.py::test_*[wav2vec2, ctc-*": CTC,
     "tests/any_model/test_families_in_place.py::test_*[wav2vec2, ctc-gpus*": CTC,
     "tests/cuda/test_cuda.py::test_pitfall_29_reserved_memory_stays_flat*": RESERVED,
-    "tests/examples/test_train_ddp.py::test_the_processes_train_on_gpus_*": PROCESSES,
 }
 """``fnmatch`` patterns of node ids."""
 
