@@ -14,10 +14,6 @@ RESERVED = (
     "about memory that torch's caching allocator keeps reserved: the simulated one returns each "
     "block when it is freed, so its 300 steps would show nothing"
 )
-PROCESSES = (
-    "processes on GPUs communicate by NCCL, which a build of torch without CUDA does not have; its "
-    "gloo takes tensors on the CPU only"
-)
 
 CTC = "on a GPU the loss asks cuDNN first, whose functions a build of torch without CUDA lacks"
 
