@@ -143,13 +143,16 @@ def cases_of(phase: str) -> list[Case]:
 @pytest.mark.pairwise
 @pytest.mark.parametrize(
     "case",
-    # One partition without cuts is one layer; values are flattened inside of others, and the input
-    # where a layer is recomputed.
+    # One partition without cuts is one layer; values are flattened inside of others, the input
+    # where a layer is recomputed, and outputs where several are joined.
     [
         pytest.param(
             case,
             marks=[pytest.mark.layered]
-            if case.n == 1 or "leave" in case.phase or (case.phase, case.j) == ("arrive", 0)
+            if case.n == 1
+            or "leave" in case.phase
+            or (case.phase, case.j) == ("arrive", 0)
+            or (case.phase, case.m) == ("gather", 1)
             else [],
         )
         for phase in PHASES

@@ -14,10 +14,6 @@ RESERVED = (
     "about memory that torch's caching allocator keeps reserved: the simulated one returns each "
     "block when it is freed, so its 300 steps would show nothing"
 )
-PROCESSES = (
-    "processes on GPUs communicate by NCCL, which a build of torch without CUDA does not have; its "
-    "gloo takes tensors on the CPU only"
-)
 
 CTC = "on a GPU the loss asks cuDNN first, whose functions a build of torch without CUDA lacks"
 
@@ -25,7 +21,6 @@ CANNOT_RUN: dict[str, str] = {
     "tests/any_model/test_families_on_gpus.py::test_*[wav2vec2, ctc-*": CTC,
     "tests/any_model/test_families_in_place.py::test_*[wav2vec2, ctc-gpus*": CTC,
     "tests/cuda/test_cuda.py::test_pitfall_29_reserved_memory_stays_flat*": RESERVED,
-    "tests/examples/test_train_ddp.py::test_the_processes_train_on_gpus_*": PROCESSES,
 }
 """``fnmatch`` patterns of node ids."""
 
