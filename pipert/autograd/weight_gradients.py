@@ -266,8 +266,9 @@ class DeferredGradients:
         have seen that, and there are no others. From now on no node that saves tensors is held.
         """
         self._handle.remove()
-        dy = self._seen.get(numbers[0]) if numbers else None
-        dy = dy or _kept(captured)
+        dy = _kept(captured)
+        if numbers:
+            dy = self._seen.get(numbers[0], dy)
         self._seen = {}
         if dy is None:
             return False

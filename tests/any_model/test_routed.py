@@ -285,7 +285,7 @@ def test_a_new_pipe_of_a_model_closes_the_old_one() -> None:
     """As when a cell of a notebook is run again."""
     model, x = a_model(), rows()
     expected, before = copy.deepcopy(model)(x), threads_of_pipes()
-    old, seen, numbers = a_pipe(model), list[Any](), set[int]()
+    old, seen = a_pipe(model), list[Any]()
     for _ in range(4):
         old(x)
         pipe = a_pipe(model)
@@ -293,10 +293,9 @@ def test_a_new_pipe_of_a_model_closes_the_old_one() -> None:
             old(x)
         torch.testing.assert_close(model(x), expected, rtol=1e-12, atol=0)
         assert runs(pipe) == 1 and pipe_of(model) is pipe
-        numbers.add(threads_of_pipes())
+        assert threads_of_pipes() <= before + 6  # three workers, the clock, one or two for forwards
         seen.append(weakref.ref(old))
         old = pipe
-    assert len(numbers) == 1
     del pipe
     settle()
     gc.collect()
