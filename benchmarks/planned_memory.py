@@ -116,7 +116,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.short:
         cases = [case for case in cases if case[2:] == (8, "80GiB")]
     print(f"torch {torch.__version__}; planned, not measured: the fullest GPU\n")
-    for row in (COLUMNS, ["-" * len(name) for name in COLUMNS], *(row_of(*c) for c in cases)):
+    head: list[Sequence[str]] = [COLUMNS, ["-" * len(name) for name in COLUMNS]]
+    for row in itertools.chain(head, itertools.starmap(row_of, cases)):
         print(f"| {' | '.join(row)} |", flush=True)
     return 0
 

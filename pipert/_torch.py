@@ -221,6 +221,13 @@ dispatch_modes: Get = _needed("torch.utils._python_dispatch:_get_current_dispatc
 push_dispatch_mode: Callable[[Any], None] = _needed("torch.utils._python_dispatch:_push_mode")
 pop_dispatch_mode: Get = _needed("torch.utils._python_dispatch:_pop_mode")
 
+DispatchMode: Any = _needed("torch.utils._python_dispatch:TorchDispatchMode")
+flop_formulas: dict[Any, Callable[..., int]] = _or({}, "torch.utils.flop_counter:flop_registry")
+"""Floating point operations by operator. With the fallback only bytes are counted."""
+flash_attention: Any = _or(None, "torch:ops.aten._scaled_dot_product_flash_attention")
+efficient_attention: Any = _or(None, "torch:ops.aten._scaled_dot_product_efficient_attention")
+"""The kernels that CUDA chooses. With the fallback, a plan counts a matrix of scores."""
+
 # torch.func and tools that make graphs ------------------------------------------------------------
 
 transforms: Get = _needed("torch._C:_functorch.get_interpreter_stack")

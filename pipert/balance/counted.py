@@ -11,14 +11,12 @@ import contextlib
 import contextvars
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
+from torch.overrides import TorchFunctionMode
 
-from pipert._torch import pytree
+from pipert._torch import DispatchMode, efficient_attention, flash_attention, flop_formulas, pytree
 
 FLOPS, BANDWIDTH, LAUNCH, LINK = 400e12, 2e12, 5e-6, 50e9
 """Assumed: operations and bytes a second, seconds of a launch, bytes a second between devices."""
@@ -31,8 +29,7 @@ _clock: contextvars.ContextVar[_Clock | None] = contextvars.ContextVar("pipert_c
 @contextlib.contextmanager
 def counting() -> Iterator[None]:
     """Count the time of operations on meta in the block, for :func:`counted_seconds`."""
-    fused = mock.patch.object(nn.functional, "scaled_dot_product_attention", _attention)
-    with _Clock() as clock, fused:
+    with _Clock() as clock, _FusedAttention():
         token = _clock.set(clock)
         try:
             yield
@@ -46,9 +43,9 @@ def counted_seconds() -> float | None:
     return None if clock is None else clock.seconds
 
 
-class _Clock(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Clock(DispatchMode):  # type: ignore[misc]
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.seconds = 0.0
 
     def __torch_dispatch__(
@@ -58,42 +55,43 @@ class _Clock(TorchDispatchMode):  # type: ignore[no-untyped-call]
         output = func(*args, **kwargs)
         used = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         made = [x for x in pytree.tree_leaves(output) if isinstance(x, Tensor)]
-        if not any(x.is_meta for x in made) or func.overloadpacket in _ALLOCATIONS:
+        is_free = func.is_view or func.overloadpacket in _ALLOCATIONS
+        if is_free or not any(x.is_meta for x in made):
             return output
-        if func.is_view:
-            return output
-        count = flop_registry.get(func.overloadpacket)
+        count = flop_formulas.get(func.overloadpacket)
         flops = count(*args, **kwargs, out_val=output) if count else 0
         moved = sum([x.nbytes for x in (*used, *made)])
         self.seconds += max(flops / FLOPS, moved / BANDWIDTH, LAUNCH)
         return output
 
 
-_plain_attention = nn.functional.scaled_dot_product_attention
+class _FusedAttention(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        is_attention = func is nn.functional.scaled_dot_product_attention
+        if is_attention and flash_attention and efficient_attention:
+            func = _attention
+        return func(*args, **kwargs or {})
 
 
 def _attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
     """Compute attention on meta as CUDA does: by the flash kernel if it can, else the efficient."""
-    if not query.is_meta:
-        options: Any = {"scale": scale, "enable_gqa": enable_gqa}
-        return _plain_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
     if key.shape[-3] != query.shape[-3]:
         times = query.shape[-3] // key.shape[-3]
         key, value = key.repeat_interleave(times, -3), value.repeat_interleave(times, -3)
     is_half = query.dtype in (torch.half, torch.bfloat16)
     if attn_mask is None and is_half and query.shape[-1] == value.shape[-1]:
-        found = aten._scaled_dot_product_flash_attention(
-            query, key, value, dropout_p, is_causal, False, scale=scale
-        )
+        found = flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)
     else:
         if attn_mask is not None:
             attn_mask = torch.empty_like(attn_mask, dtype=query.dtype)
             attn_mask = attn_mask.expand(*query.shape[:-1], key.shape[-2])
-        found = aten._scaled_dot_product_efficient_attention(
+        found = efficient_attention(
             query, key, value, attn_mask, torch.is_grad_enabled(), dropout_p, is_causal, scale=scale
         )
     output: Tensor = found[0]

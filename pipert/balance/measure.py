@@ -200,6 +200,8 @@ _CONSTANT = bool | int | float | str
 _OF_EACH = {*vars(nn.Module()), *dir(nn.Module)} - {"training", "forward"}
 _PLACE = re.compile(r"(^|_)(idx|index|id|number)$")
 """Attributes that tell a layer which one of several it is, such as ``layer_idx``."""
+_PLACE_IN_NAME = re.compile(r"\.\d+\.")
+"""The same in a name that a layer remembers, such as ``layers.3.mlp``, as peft's do."""
 
 
 def _settings(module: nn.Module) -> Iterator[tuple[str, str]]:
@@ -207,7 +209,8 @@ def _settings(module: nn.Module) -> Iterator[tuple[str, str]]:
     for name, value in vars(module).items():
         if name not in _OF_EACH and not _PLACE.search(name):
             is_tensor = isinstance(value, Tensor)
-            yield name, str((value.shape, value.dtype)) if is_tensor else repr(value)
+            setting = (value.shape, value.dtype) if is_tensor else value
+            yield name, _PLACE_IN_NAME.sub(".N.", repr(setting))
 
 
 Measure = Callable[[MeasuredCall], tuple[Cost, Carried]]

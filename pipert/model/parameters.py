@@ -206,14 +206,14 @@ def _opened(
     files = sorted(where.glob("*.safetensors")) if where.is_dir() else [where]
     for index in where.glob("*.safetensors.index.json"):  # beside which may be other formats
         files = [where / name for name in {*json.loads(index.read_text())["weight_map"].values()}]
-    if missing := [file.name for file in files if not file.is_file()]:
-        raise ValueError(f"files of the checkpoint {where} are not there: {missing}")
     if not files or any(file.suffix != ".safetensors" for file in files):
         raise ValueError(
             f"load must be a folder of .safetensors files, or one of them, got {where}; a .bin or "
             ".pt file is a pickle, which may run code and is read as a whole: load it yourself and "
             "pass a function of the name, such as torch.load(path, mmap=True).get"
         )
+    if missing := [file.name for file in files if not file.is_file()]:
+        raise ValueError(f"files of the checkpoint {where} are not there: {missing}")
     if find_spec("safetensors") is None:
         raise ImportError("load= of a path needs safetensors: pip install safetensors")
     safe_open = import_module("safetensors").safe_open

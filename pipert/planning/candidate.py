@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, groupby
 from typing import Any
 
 import torch
@@ -39,6 +40,9 @@ class Candidate:
     """The bytes that each device may use."""
     is_counted: bool
     """Whether times are of operations that were counted, at assumed rates, rather than measured."""
+    fewest: int = field(default=0, compare=False)
+    """How many devices would do, all like the smallest: with 1f1b that recomputes all partitions,
+    each once, and the chunks that were tried."""
     order: tuple[str, ...] = field(default=(), repr=False)
     """The layers, in the order of their first calls."""
     device_map: Mapping[str, int | str] = field(default_factory=dict, repr=False, compare=False)
@@ -58,9 +62,9 @@ class Candidate:
             rows.append((name, *map(text_of, (*memory, sum(memory), limit))))
         how = "assumed, from counted operations" if self.is_counted else "measured layer by layer"
         seconds = f"{1e3 * self.seconds:.2f} ms a step without the optimizer, {how}"
-        modes = self.checkpoint if isinstance(self.checkpoint, str) else " ".join(self.checkpoint)
-        plan = f"{self.schedule}, {self.chunks} chunks, checkpoint {modes}"
-        return "\n".join([plan, seconds, "", *aligned(rows)])
+        plan = f"{self.schedule}, {self.chunks} chunks, checkpoint {_runs(self.checkpoint)}"
+        enough = f"devices that would do, if all is recomputed: {self.fewest}"
+        return "\n".join([plan, seconds, "", *aligned(rows), "", enough])
 
     def make(self, model: nn.Module, **settings: Any) -> Pipe | ModulePipe:
         """Make the planned pipe of ``model``.
@@ -109,14 +113,18 @@ class Candidates(tuple[Candidate, ...]):
     def __str__(self) -> str:
         rows = [("ms a step", "chunks", "schedule", "balance", "checkpoint", "peak of each device")]
         for each in self:
-            modes = each.checkpoint
             rows.append((
-                f"{1e3 * each.seconds:.2f}", str(each.chunks), each.schedule,
-                " ".join(map(str, each.balance)),
-                modes if isinstance(modes, str) else " ".join(modes),
-                ", ".join(map(text_of, each.peaks)),
+                f"{1e3 * each.seconds:.2f}", str(each.chunks), each.schedule, _runs(each.balance),
+                _runs(each.checkpoint), _runs([*map(text_of, each.peaks)]),
             ))  # fmt: skip
         return "\n".join([*aligned(rows), "", self[0].report(), "", self[0].line])
+
+
+def _runs(values: str | Iterable[Any]) -> str:
+    """Return values as a text such as ``'30 x always, never, never'``."""
+    runs = [(value, len([*run])) for value, run in groupby(values)]
+    texts = [[f"{count} x {value}"] if count > 2 else [str(value)] * count for value, count in runs]
+    return values if isinstance(values, str) else ", ".join(chain(*texts))
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipert._torch import pytree, weak_storage
+from pipert._torch import DispatchMode, pytree, storage_of, weak_storage
 from pipert.batch.tensors import tensors_of
 
 _SIZE = 64 * 64 * 4  # bytes of a small parameter
@@ -76,26 +75,22 @@ def _with(
     return small
 
 
-class _Peak(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Peak(DispatchMode):  # type: ignore[misc]
     """The most bytes of new tensors at the same time."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.most, self._made = 0, dict[int, tuple[Any, int]]()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        given = {_key(x) for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        given = {storage_of(x) for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
         output = func(*args, **kwargs or {})
         for tensor in pytree.tree_leaves(output):
-            if isinstance(tensor, Tensor) and (key := _key(tensor)) not in given:
+            if isinstance(tensor, Tensor) and (key := storage_of(tensor)) not in given:
                 storage = tensor.untyped_storage()
                 self._made[key] = weak_storage(storage), storage.nbytes()
         self._made = {k: (ref, n) for k, (ref, n) in self._made.items() if not ref.expired()}
         self.most = max(self.most, sum([n for _, n in self._made.values()]))
         return output
-
-
-def _key(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)

@@ -5,41 +5,24 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from functools import cache, partial
 from itertools import accumulate, pairwise, product
 from operator import gt
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from pipert._torch import NormBase
 from pipert._typing import Device, Value
-from pipert.balance.by_calls import find_blocks
 from pipert.balance.by_cost import check_partitions, minimise_longest_block
-from pipert.balance.calls import (
-    Chain,
-    as_arguments,
-    in_chain,
-    measure_calls,
-    measuring_device,
-    micro_batches,
-)
-from pipert.balance.counted import LINK, counting
-from pipert.balance.measure import (
-    Blocks,
-    Cost,
-    joined,
-    measure_all,
-    medians,
-    now,
-    once_for_equal,
-    total,
-    without,
-)
+from pipert.balance.calls import micro_batches
+from pipert.balance.counted import LINK
+from pipert.balance.measure import Cost, joined, now, total, without
 from pipert.batch.microbatch import arguments_of
 from pipert.batch.tensors import tensors_of
 from pipert.model.calls import settled
@@ -48,8 +31,9 @@ from pipert.model.device_map import device_map_of
 from pipert.model.devices import default_devices, parse_devices, where_tensors_are
 from pipert.model.parameters import META
 from pipert.model.split import is_sequential
-from pipert.model.values import copy_of, has_values
+from pipert.model.values import copy_of
 from pipert.planning.candidate import Candidate, Candidates, Memory, limits_of, text_of
+from pipert.planning.costs import LossFn, blocks_of, counted, refuse_quantised
 from pipert.planning.memory import peaks
 from pipert.planning.optimizer import OptimizerMemory, optimizer_memory
 from pipert.schedules.action import BACKWARD, FORWARD, RECOMPUTE, WEIGHT, Action
@@ -58,7 +42,6 @@ from pipert.schedules.simulate import most_kept, simulate
 
 __all__ = ["plan_for"]
 
-LossFn = Callable[..., Tensor] | None
 _log = logging.getLogger("pipert")
 
 
@@ -119,7 +102,7 @@ def plan_for(
     """
     if best < 1:
         raise ValueError(f"best must be 1 or more, got {best}")
-    _refuse_quantised(model)
+    refuse_quantised(model)
     names, is_counted = _names(devices), isinstance(devices, int)
     where = META if is_counted else where_tensors_are(parse_devices(names[:1]))[0]
     limits = limits_of(memory, len(names))
@@ -142,23 +125,26 @@ def plan_for(
     )  # fmt: skip
     state = optimizer_memory(optimizer, is_counted or where.type == "cuda")
     search = partial(_Search, names, limits, state, sizes, is_cut, is_counted)
-    found, order = list[Candidate](), dict[str, set[str]]()
-    with _counting() if is_counted else contextlib.nullcontext():
-        costs_for = _blocks_of(model, loss_fn, d, where, micro_batches(example, d)[0], order)
+    found, order, enough = list[Candidate](), dict[str, set[str]](), list[int]()
+    with counted() if is_counted else contextlib.nullcontext():
+        costs_for = blocks_of(model, loss_fn, d, where, micro_batches(example, d)[0], order)
         for m, value in firsts.items():
             aim = None if target is None else micro_batches(target, m)[0]
             aim = aim if is_counted else settled(aim, where)
-            found += search(m, costs_for(value, aim)).candidates()
+            ways = search(m, costs_for(value, aim))
+            found += ways.candidates()
+            enough += ways.enough()
     fit = [each for each in found if not _excess(each, limits)]
     if not fit:
         least = min(found, key=lambda each: _excess(each, limits))
-        raise ValueError(_what_is_missing(least, limits, names))
+        raise ValueError(_what_is_missing(least, limits, names, enough))
     fastest = sorted(fit, key=lambda each: (round(each.seconds, 9), sum(each.peaks)))
-    return Candidates([_placed(each, model, [*order]) for each in fastest[:best]])
+    fewest = min([d, *enough])
+    return Candidates([_placed(each, model, [*order], fewest) for each in fastest[:best]])
 
 
-def _placed(each: Candidate, model: nn.Module, order: Sequence[str]) -> Candidate:
-    """Return a candidate that knows where each module goes."""
+def _placed(each: Candidate, model: nn.Module, order: Sequence[str], fewest: int) -> Candidate:
+    """Return a candidate that knows where each module goes, and how many devices would do."""
     devices = [torch.device(name) for name in each.devices]
     if each.cuts is None:
         ends = [0, *accumulate(each.balance)]
@@ -172,33 +158,8 @@ def _placed(each: Candidate, model: nn.Module, order: Sequence[str]) -> Candidat
         home_of = homes(layers, each.cuts, within(layers, order))
         home_of = {**{name: home_of[name] for name in within(layers, order)}, **home_of}
         home_of |= homes_outside_of_layers(model, layers, each.cuts, home_of)
-    return replace(each, order=tuple(order), device_map=device_map_of(model, home_of, devices))
-
-
-@contextlib.contextmanager
-def _counting() -> Iterator[None]:
-    """Count operations, and explain those that cannot be counted."""
-    if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
-        raise ValueError(
-            "operations under autocast cannot be counted; give the model the dtype in which it "
-            "computes, model.bfloat16(), or devices to measure on"
-        )
-    with counting():
-        try:
-            yield
-        except RuntimeError as error:
-            error.add_note("operations are counted on meta; to measure, pass a list of devices")
-            raise
-
-
-def _refuse_quantised(model: nn.Module) -> None:
-    """Refuse to count plain weights for a model that will be loaded with quantised ones."""
-    config = getattr(model, "config", None)
-    if not has_values(model) and getattr(config, "quantization_config", None) is not None:
-        raise ValueError(
-            "the model's config has a quantization_config, but the model on meta has plain weights "
-            "of other sizes; load it with device_map='auto', then plan"
-        )
+    device_map = device_map_of(model, home_of, devices)
+    return replace(each, fewest=fewest, order=tuple(order), device_map=device_map)
 
 
 def _names(devices: Iterable[Device] | int | None) -> list[str]:
@@ -212,56 +173,6 @@ def _names(devices: Iterable[Device] | int | None) -> list[str]:
     if len(set(names)) < len(names):
         raise ValueError(f"each device is named once, got {names}")
     return names
-
-
-def _blocks_of(
-    model: nn.Module, loss_fn: LossFn, d: int, where: torch.device, first: Value,
-    order: dict[str, set[str]],
-) -> Callable[[Value, Value], Blocks]:
-    """Find the blocks of a model for ``d`` devices: its layers if it is an ``nn.Sequential``, else
-    those of the calls for a ``first`` micro-batch. ``order`` gets the layers, as they are called.
-
-    Returns:
-        What measures them for a micro-batch and its target.
-    """
-    measuring_device(where, model)  # refuses lazy layers
-    layers, begins, chain = {"": model}, [""], [model]
-    if is_sequential(model):
-        layers = in_chain(model)
-        begins, chain = [*layers], [*layers.values()]
-        check_partitions(d, len(chain))
-    elif d > 1 or not has_values(model):
-        with _without_caches(model):
-            layers, begins = find_blocks(model, d, as_arguments(first), where, 2)
-
-    def costs_for(value: Value, target: Value) -> Blocks:
-        whole = Chain(chain, then=lambda y: y if loss_fn is None else loss_fn(y, target))
-
-        def measure() -> Blocks:
-            once = once_for_equal(measure_all)
-            example = as_arguments(value)
-            return measure_calls(
-                whole, layers, begins, example, where, once, stays=target, upstream=order
-            )
-
-        with _without_caches(model):
-            return medians([measure() for _ in range(1 if where == META else 3)])
-
-    return costs_for
-
-
-@contextlib.contextmanager
-def _without_caches(model: nn.Module) -> Iterator[None]:
-    """Let models of transformers make no cache by default, as in a pipe that recomputes."""
-    configs = [vars(module).get("config") for module in model.modules()]
-    ones: list[Any] = [each for each in configs if getattr(each, "use_cache", None) is True]
-    for config in ones:
-        config.use_cache = False
-    try:
-        yield
-    finally:
-        for config in ones:
-            config.use_cache = True
 
 
 _STRAIGHT = ("1f1b", "eager-1f1b", "zb-h1", "zb-h2")
@@ -307,6 +218,19 @@ class _Search:
                 is_full = [*map(gt, never.peaks, self._limits)]
                 modes = tuple([("never", "always")[is_full[k]] for k in placement])
                 yield from map(balanced, dict.fromkeys([modes, *_modes(n)]))
+
+    def enough(self) -> list[int]:
+        """Return the least number of devices, like the smallest, that recompute all and fit."""
+
+        def fits(d: int) -> bool:
+            other = copy(self)
+            other._names, other._limits = [*map(str, range(d))], [min(self._limits)] * d
+            other._is_counted = True
+            return not _excess(other._balanced([*range(d)], "1f1b", ("always",) * d), other._limits)
+
+        counts = range(1, len(self._begins) + 1)
+        k = bisect_left(counts, True, key=fits)
+        return [*counts[k : k + 1]]
 
     def _balanced(
         self, placement: list[int], schedule: str, modes: tuple[str, ...]
@@ -400,14 +324,17 @@ def _excess(each: Candidate, limits: Sequence[int]) -> int:
     return max(0, *[peak - limit for peak, limit in zip(each.peaks, limits, strict=True)])
 
 
-def _what_is_missing(least: Candidate, limits: Sequence[int], names: Sequence[str]) -> str:
+def _what_is_missing(
+    least: Candidate, limits: Sequence[int], names: Sequence[str], enough: Sequence[int]
+) -> str:
     missing = [
         f"{name} needs {text_of(peak)} of {text_of(limit)}"
         for name, peak, limit in zip(names, least.peaks, limits, strict=True)
         if peak > limit
     ]
+    more = f"{min(enough)} devices with {text_of(min(limits))} each" if enough else "larger devices"
     return (
         f"nothing fits. In the candidate that comes closest {', '.join(missing)}, with chunks="
         f"{least.chunks}, schedule={least.schedule!r} and checkpoint={least.checkpoint!r}; use "
-        "more devices, fewer rows, or more chunks"
+        f"{more}, fewer rows, or more chunks"
     )

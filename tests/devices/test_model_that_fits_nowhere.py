@@ -89,8 +89,12 @@ class Host:
         self._gpus, self._most = gpus, 0
 
     def now(self) -> int:
-        """Return the bytes at this moment."""
-        return bytes_in_use() - sum(map(self._gpus.live_bytes, range(8)))
+        """Return the bytes at this moment, at least: devices change theirs meanwhile."""
+        before, found, after = self._on_devices(), bytes_in_use(), self._on_devices()
+        return found - max(before, after)
+
+    def _on_devices(self) -> int:
+        return sum(map(self._gpus.live_bytes, range(8)))
 
     @contextmanager
     def at_most(self, limit: int) -> Iterator[None]:
@@ -160,3 +164,25 @@ def test_it_is_planned_loaded_trained_saved_and_loaded_again(
             expected = torch.load(tmp_path / "expected.pt", mmap=True)
             for name, tensor in model.state_dict().items():
                 torch.testing.assert_close(tensor.cpu(), expected[name], rtol=1e-3, atol=2e-6)
+
+
+def test_a_full_device_is_named_with_the_plan_and_nothing_is_left(
+    gpus: Simulation, tmp_path: Path
+) -> None:
+    plain, (x, target) = Deep(8), batch()
+    safetensors.save_file(plain.state_dict(), tmp_path / "model.safetensors")
+    options: Any = {"target": target, "loss_fn": mse_loss, "memory": DEVICE, "chunks": 4}
+    with pipert.empty_parameters():
+        model = Deep(8)
+    plan = pipert.plan_for(model, x, devices=range(2), **options)[0]
+    gc.collect()
+    before = [gpus.live_bytes(device) for device in range(2)]
+    gpus.limit_memory(1, before[1] + 3 * WIDTH * WIDTH * 4)  # of eight weights
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        plan.make(model, load=tmp_path)
+    told = "\n".join(caught.value.__notes__)
+    assert "blocks." in told and "to cuda:1" in told and plan.report() in told
+    del caught
+    gc.collect()
+    assert [gpus.live_bytes(device) for device in range(2)] == before
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}

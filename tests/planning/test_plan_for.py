@@ -113,7 +113,7 @@ def test_the_table_and_the_line_to_paste() -> None:
     weights, gradients, optimizer, activations = found[0].memory[0]
     assert (weights, gradients, optimizer) == (4 * 17 * 16 * 4, weights, 0) and activations > 0
     shown = map(text_of, (weights, gradients, optimizer, activations, *found[0].peaks, 2**30))
-    assert report[-2].split() == " ".join(["cpu:0", *shown]).split()
+    assert report[-4].split() == " ".join(["cpu:0", *shown]).split()
     assert make == "pipe = Pipe(module, [4], devices=['cpu:0'], chunks=2, " + (
         f"checkpoint='never', schedule={found[0].schedule!r})"
     )

@@ -284,11 +284,9 @@ def test_loading_that_ends_early_leaves_nothing(error: Any) -> None:
     assert len(seen) == 7 and not any(ref() is not None for ref in seen)
 
 
-@each_model
+@pytest.mark.parametrize("name", MODELS.keys() - {"mixtral"})
 def test_gpus_that_are_not_here_are_planned_by_counting(name: str) -> None:
     model, batch = made(name, "meta")
-    if name == "mixtral":
-        pytest.skip("counts rows of experts")
     found = planned(model, batch, devices=2)
     assert found[0].is_counted and "assumed" in found[0].report()
     counted, measured = (
@@ -301,6 +299,36 @@ def test_gpus_that_are_not_here_are_planned_by_counting(name: str) -> None:
         for a, b in zip(counted[key], measured[key], strict=True)
     ]
     assert ratios and 0.9 < min(ratios) and max(ratios) < 1.1  # kernels of attention differ
+
+
+def test_a_layer_that_cannot_be_counted_is_named() -> None:
+    model, batch = made("mixtral", "meta")
+    with pytest.raises(RuntimeError) as caught:
+        planned(model, batch, devices=2)
+    told = "\n".join(caught.value.__notes__)
+    assert "model.layers.0" in told and "pass a list of devices" in told
+
+
+def test_a_plan_says_how_many_gpus_would_do() -> None:
+    model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(24)]).to("meta")
+    x = torch.empty(64, 256, device="meta")
+    weights = 256 * 257 * 4 * 24
+    options: Any = {"chunks": 8, "optimizer": torch.optim.AdamW}
+    found = plan_for(model, x, devices=8, memory=weights, **options)
+    fewest = found[0].fewest
+    assert 4 < fewest < 8 and f"would do, if all is recomputed: {fewest}" in str(found)
+    assert plan_for(model, x, devices=fewest, memory=weights, **options)[0].fewest == fewest
+    with pytest.raises(ValueError, match=f"; use {fewest} devices with .* each, fewer rows"):
+        plan_for(model, x, devices=fewest - 1, memory=weights, **options)
+    with pytest.raises(ValueError, match="use larger devices, fewer rows"):
+        plan_for(model, x, devices=8, memory="1MiB", **options)
+
+
+def test_a_config_of_quantised_weights_is_refused() -> None:
+    model, batch = made("llama", "meta")
+    model.config.quantization_config = {"load_in_4bit": True}
+    with pytest.raises(ValueError, match="load it with device_map='auto', then plan"):
+        planned(model, batch)
 
 
 def test_counting_is_refused_under_autocast() -> None:

@@ -66,6 +66,7 @@ PUBLIC = {
     "WorkerStatistics",
     "__version__",
     "current_microbatch",
+    "empty_parameters",
     "is_checkpointing",
     "is_recomputing",
     "never_recompute",
