@@ -51,7 +51,8 @@ class Packed(nn.Module):
         self.register_buffer("scales", torch.empty(size // 64, dtype=torch.uint8, device="meta"))
 
     def forward(self, x: Tensor) -> Tensor:
-        return Unpacked.apply(x, self.packed, self.shape, self.dtype)  # type: ignore[no-any-return, no-untyped-call]
+        y: Tensor = Unpacked.apply(x, self.packed, self.shape, self.dtype)  # type: ignore
+        return y
 
 
 class Unpacked(torch.autograd.Function):
@@ -75,7 +76,7 @@ def model_of(size: str, way: str) -> nn.Module:
         model: nn.Module = AutoModelForCausalLM.from_config(SIZES[size], dtype=torch.bfloat16)
         if way != "full":
             lora = LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
-            model = get_peft_model(model, lora, autocast_adapter_dtype=False)  # type: ignore
+            model = get_peft_model(model, lora, autocast_adapter_dtype=False)
         if way == "QLoRA":
             for module in [*model.modules()]:
                 if isinstance(base := getattr(module, "base_layer", None), nn.Linear):

@@ -17,7 +17,7 @@ import sysconfig
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -62,7 +62,7 @@ def mini_batches(options: argparse.Namespace) -> Iterator[dict[str, Tensor]]:
         yield {"input_ids": ids, "labels": ids}
 
 
-def train(pipe: pipert.ModulePipe, batches: Iterator[dict[str, Tensor]], steps: int) -> Result:
+def train(pipe: Any, batches: Iterator[dict[str, Tensor]], steps: int) -> Result:
     """Train all weights. The optimizer's state is where its weights are."""
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-3)
     losses = []

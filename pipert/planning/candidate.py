@@ -75,7 +75,7 @@ class Candidate:
             **settings: arguments of :class:`Pipe` or :func:`pipeline` to add or to replace.
 
         Raises:
-            OutOfMemoryError: a device is full; a note says what the plan predicts.
+            torch.OutOfMemoryError: a device is full; a note says what the plan predicts.
         """
         names = "devices", "chunks", "checkpoint", "schedule"
         settings = {**{name: getattr(self, name) for name in names}, **settings}

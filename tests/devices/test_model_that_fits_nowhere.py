@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 import torch
+from _malloc import bytes_in_use
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import pipert
-from benchmarks._malloc import bytes_in_use
 from tests.simulated_gpus.simulation import Simulation
 
 safetensors = pytest.importorskip("safetensors.torch", reason="checkpoints are in its files")
@@ -76,8 +76,9 @@ def write_what_is_expected(folder: Path) -> None:
     for _ in range(STEPS):
         optimizer.zero_grad()
         for k in reversed(range(4)):  # as a step sums, which goes backward in the order of 1F1B
-            part = slice(4 * k, 4 * k + 4)
-            (mse_loss(model(x[part]), target[part]) / 4).backward()
+            rows = slice(4 * k, 4 * k + 4)
+            loss = mse_loss(model(x[rows]), target[rows]) / 4
+            loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     torch.save(model.state_dict(), folder / "expected.pt")
 

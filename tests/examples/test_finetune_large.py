@@ -9,9 +9,8 @@ import torch
 
 pytest.importorskip("transformers", reason="the example fine-tunes its model")
 pytest.importorskip("accelerate", reason="it spreads the shards")
-from transformers import LlamaForCausalLM  # noqa: E402
-
 import finetune_large  # noqa: E402
+from transformers import LlamaForCausalLM  # noqa: E402
 
 pytestmark = pytest.mark.slow
 

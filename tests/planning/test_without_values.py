@@ -274,7 +274,8 @@ def test_loading_that_ends_early_leaves_nothing(error: Any) -> None:
     def load(name: str) -> Tensor:
         if len(seen) == 7:
             raise error
-        seen.append(weakref.ref(value := state[name].clone()))
+        value: Tensor = state[name].clone()
+        seen.append(weakref.ref(value))
         return value
 
     with pipert.empty_parameters():
