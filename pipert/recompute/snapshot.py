@@ -12,7 +12,7 @@ afterwards the buffers are put back:
 2. A run copies a buffer once, however many recomputations it has. Where a result depends on what
    they leave in the copy, the check of effects refuses it.
 3. Whoever finds copies, in a recomputation inside of another one or on another thread, computes
-   with them. A forward of another caller loses its update that way (docs/batchnorm.md).
+   with them. A forward of another caller loses its update that way (docs/sequential.md).
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from pipert.stage.gradients import Gradients
 from tests.helpers import scripts
 
 TWO = [torch.device("cpu")] * 2
-PAGE = Path(__file__).parents[2] / "docs" / "tested.md"
+PAGE = Path(__file__).parents[2] / "docs" / "your_devices.md"
 
 
 @pytest.fixture

@@ -25,11 +25,14 @@ from pipert import Pipe
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 OUTSIDE = [ROOT / "README.md", *(ROOT / f / "README.md" for f in ("examples", "benchmarks"))]
+OUTSIDE += [ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "paper.md"]
 PAGES = [*sorted(DOCS.glob("*.md")), *OUTSIDE]
 
 CODE = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
-PLACE = re.compile(r"\]\(([^)#:]+)#([^)]+)\)")
+PLACE = re.compile(r"\]\(([^)#:]*)#([^)]+)\)")
+NUMBER = re.compile(r"(?<![\w.])\d+(?:[.,]\d+)*")
+FIGURE = re.compile(r"\[([^\]]+)\]\(([^)#:]*)#([^)]+)\)")
 KINDS = {"python", "bash", "sh", "text"}
 NEEDS = {
     "any_model": ("transformers", "accelerate", "peft"),
@@ -55,6 +58,7 @@ def given(page: Path) -> dict[str, object]:
     x, target = torch.randn(16, 8), torch.randn(16, 8)
     llama = Blocks()
     return {"nn": nn, "a": a, "b": b, "c": c, "d": d, "data": [(x, target)], "llama": llama,
+            "Llama": Blocks, "weights": llama.state_dict(),
             "batch": {"x": x, "labels": target}, "loader": [{"x": x, "labels": target}],
             "loss_fn": nn.functional.mse_loss,
             "optimizer": torch.optim.SGD(llama.parameters(), lr=0.1)}  # fmt: skip
@@ -220,13 +224,40 @@ def test_every_link_to_a_file_leads_to_one(page: Path) -> None:
     assert [link for link in links if not (page.parent / link).exists()] == []
 
 
+def anchor(heading: str) -> str:
+    """Returns what both GitHub and MyST generate for ``heading``."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def sections(page: Path) -> dict[str, str]:
+    """Returns the sections of ``page``, each with those inside it, by anchors."""
+    parts = re.split(r"^(#+) (.*)\n", page.read_text(), flags=re.MULTILINE)
+    found: dict[str, str] = {}
+    for k in range(1, len(parts), 3):
+        inside = [parts[k + 2]]
+        for level, heading, text in zip(parts[k + 3 :: 3], parts[k + 4 :: 3], parts[k + 5 :: 3]):
+            if len(level) <= len(parts[k]):
+                break
+            inside += [heading, text]
+        found.setdefault(anchor(parts[k + 1]), "\n".join(inside))
+    return found
+
+
 @pytest.mark.parametrize("page", PAGES, ids=named)
 def test_every_link_to_a_heading_leads_to_one(page: Path) -> None:
-    """A heading's anchor is the one that both GitHub and MyST generate."""
     for link, place in PLACE.findall(page.read_text()):
-        headings = re.findall(r"^#+ (.*)", (page.parent / link).read_text(), re.MULTILINE)
-        known = [re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings]
-        assert place in known, f"{link}#{place}"
+        other = page.parent / link if link else page
+        assert place in sections(other), f"{link}#{place}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_every_figure_stands_in_the_section_of_the_benchmarks_that_it_links_to(page: Path) -> None:
+    """If this fails: a table was measured anew, so the sentence that quotes it changes, too."""
+    for text, link, place in FIGURE.findall(page.read_text()):
+        other = (page.parent / link).resolve() if link else page
+        if other.parent == ROOT / "benchmarks":
+            stated = set(NUMBER.findall(re.sub("`.*?`", "", text)))
+            assert stated <= {*NUMBER.findall(sections(other)[place])}, f"{text}: {link}#{place}"
 
 
 def test_readme_leads_to_every_page() -> None:
