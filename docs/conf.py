@@ -52,6 +52,7 @@ ALSO_HERE = {
     "../CHANGELOG.md": "changelog.md",
     "../README.md": "index.md",
     "../benchmarks/README.md": "benchmarks.md",
+    "../benchmarks/models.md": "models.md",
     "../benchmarks/paper.md": "paper.md",
     "../examples/README.md": "examples.md",
 }

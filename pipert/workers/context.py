@@ -24,7 +24,7 @@ of applying or undoing ends, since it is unknown what is in effect then. The cou
 threads stays with the worker, which owns its thread; :func:`.set_own_threads` says how other
 threads keep theirs.
 
-All other settings of torch belong to the process; ``docs/contract.md`` has a table of them.
+All other settings of torch belong to the process; ``docs/limits.md`` has a table of them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Writes the table of models that were tried into ``docs``: ``python -m tests.any_model.table``.
+"""Writes the table of models that were tried into ``benchmarks``: ``python -m tests.any_model.table``.
 
 It runs all families in all ways, which takes a minute, and writes down the results.
 """
@@ -17,12 +17,12 @@ from tests.any_model.same import assert_same
 
 __all__ = ["PAGE", "main", "row_of"]
 
-PAGE = Path(__file__).parents[2] / "docs" / "any_model_table.md"
+PAGE = Path(__file__).parents[2] / "benchmarks" / "models.md"
 HEAD = f"""\
 <!-- python -m tests.any_model.table writes this page -->
 # Models that were tried
 
-`pipert.pipeline` runs these models as they are: tiny versions, built from a configuration, with
+`pipert.pipeline` runs these models unchanged: tiny versions, built from a configuration, with
 the versions of `constraints.txt`, in {CHUNKS} micro-batches. Outputs equal the plain model's bit
 for bit, by micro-batches, and the gradients of *all* parameters up to the order of sums.
 
