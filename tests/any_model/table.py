@@ -1,4 +1,4 @@
-"""Writes the table of models that were tried into ``benchmarks``: ``python -m tests.any_model.table``.
+"""Writes the table of models that were tried: ``python -m tests.any_model.table``.
 
 It runs all families in all ways, which takes a minute, and writes down the results.
 """
