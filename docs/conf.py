@@ -45,6 +45,7 @@ napoleon_numpy_docstring = False
 # Types of torch and of Python. Their inventories are on the network, and a build needs none.
 nitpick_ignore_regex = [
     (r"py:class", r"pipert\..*\.M"),  # a variable of types
+    (r"py:exc", r"OutOfMemoryError"),
     (r"py:.*", r"(torch|nn|collections|contextlib|os|pathlib|prometheus_client|transformers)\..*"),
 ]
 

@@ -59,11 +59,11 @@ def plan_for(
 ) -> Candidates:
     """Find the fastest steps that fit the memory of the devices.
 
-    ::
-
-        found = pipert.plan_for(module, x, target=y, loss_fn=loss_fn, memory="20GiB")
-        print(found)
-        pipe = found[0].make(module)
+    >>> found = plan_for(
+    ...     module, x, target=target, loss_fn=loss_fn, memory="20GiB", devices=["cpu", "cpu"]
+    ... )
+    >>> with found[0].make(module) as pipe:
+    ...     loss = pipe.forward_backward(x, target=target, loss_fn=loss_fn)
 
     Each layer is measured for each number of chunks, on a copy, so the model need not fit on one
     device. Then balances, schedules and the checkpoint of each partition are tried in a simulation,

@@ -31,6 +31,9 @@ def is_checkpointing() -> bool:
     """Whether this code runs in a forward that will be recomputed (section 3.2.4 of the paper).
 
     True inside a layer during ``F[i,j]`` of a checkpointed micro-batch, False elsewhere.
+
+    >>> is_checkpointing()  # no layer
+    False
     """
     return checkpoint_here.get()
 
@@ -39,6 +42,12 @@ def is_recomputing() -> bool:
     """Whether this code runs in a recomputation, i.e. inside a layer during ``R[i,j]``.
 
     A layer with side effects, such as counting its calls, can skip them here.
+
+    >>> class Counting(nn.Linear):
+    ...     calls = 0
+    ...     def forward(self, x):
+    ...         self.calls += not is_recomputing()
+    ...         return super().forward(x)
     """
     return recompute_here.get()
 
@@ -52,6 +61,10 @@ def current_microbatch() -> int | None:
     In layers, in a model's own code, in ``loss_fn`` and in their hooks, during ``F[i,j]`` and
     ``R[i,j]``, and in ``forward_backward`` during ``B[i,j]`` and ``W[i,j]``. ``None`` elsewhere,
     such as in ``loss.backward()``, which is no task: it takes the last micro-batch first.
+
+    >>> seen = {}
+    >>> def keep(layer, args, output):  # a forward hook
+    ...     seen[layer, current_microbatch()] = output.detach()
     """
     number: int | None = get_thread_local(_MICROBATCH)
     return number

@@ -31,6 +31,11 @@ def gpipe(m: int, n: int, placement: tuple[int, ...]) -> Ticks:
 
     The order of ``pipe(x)`` and ``loss.backward()`` (section 2.1 of the paper). Every partition
     keeps all micro-batches.
+
+    >>> print(plan(gpipe, 2, 2))
+    tick  0       1       2       3       4       5
+    w=0   F[0,0]  F[1,0]                  B[1,0]  B[0,0]
+    w=1           F[0,1]  F[1,1]  B[1,1]  B[0,1]
     """
     tasks = [[(i, j) for i in range(m)] for j in range(n)]
     sequences = [in_turns(pairs, pairs[::-1], m) for pairs in tasks]
@@ -41,6 +46,11 @@ def one_f_one_b(m: int, n: int, placement: tuple[int, ...]) -> Ticks:
     """One forward, one backward: a partition does a backward as soon as it can.
 
     Partition *j* keeps at most ``min(m, n - j)`` micro-batches.
+
+    >>> print(plan(one_f_one_b, 3, 2))
+    tick  0       1       2       3       4       5       6       7
+    w=0   F[0,0]  F[1,0]          B[0,0]  F[2,0]  B[1,0]          B[2,0]
+    w=1           F[0,1]  B[0,1]  F[1,1]  B[1,1]  F[2,1]  B[2,1]
     """
     return _keeping(m, [n - j for j in range(n)], placement)
 
@@ -55,6 +65,11 @@ def eager_one_f_one_b(m: int, n: int, placement: tuple[int, ...]) -> Ticks:
     than a forward and a backward (*eager 1F1B* in arXiv:2211.05322).
 
     Partition *j* keeps at most ``min(m, 2 * (n - j) - 1)`` micro-batches.
+
+    >>> print(plan(eager_one_f_one_b, 3, 2))
+    tick  0       1       2       3       4       5       6       7
+    w=0   F[0,0]  F[1,0]  F[2,0]  B[0,0]          B[1,0]          B[2,0]
+    w=1           F[0,1]  B[0,1]  F[1,1]  B[1,1]  F[2,1]  B[2,1]
     """
     return _keeping(m, [2 * (n - j) - 1 for j in range(n)], placement)
 
@@ -82,6 +97,11 @@ def interleaved(m: int, n: int, placement: tuple[int, ...]) -> Ticks:
 
     With ``v`` partitions per worker and *m* a multiple of *d*, worker *r* keeps at most ``(v - 1) *
     d + 2 * (d - r) - 1`` micro-batches, each of one partition. Otherwise it may keep a few more.
+
+    >>> print(plan(interleaved, 1, 4, placement=[0, 1, 0, 1]))
+    tick  0       1       2       3       4       5       6       7
+    w=0   F[0,0]          F[0,2]                  B[0,2]          B[0,0]
+    w=1           F[0,1]          F[0,3]  B[0,3]          B[0,1]
 
     Raises:
         ValueError: the workers do not serve the partitions in turns.

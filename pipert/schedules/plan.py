@@ -189,6 +189,11 @@ def plan(
 ) -> Plan:
     """Return the plan of a step, checked against the rules.
 
+    >>> print(plan("1f1b", m=2, n=2))
+    tick  0       1       2       3       4       5
+    w=0   F[0,0]  F[1,0]          B[0,0]          B[1,0]
+    w=1           F[0,1]  B[0,1]  F[1,1]  B[1,1]
+
     Args:
         schedule: ``'gpipe'``, ``'1f1b'``, ``'eager-1f1b'``, ``'interleaved'``, ``'zb'``,
             ``'zb-h1'``, ``'zb-h2'``, ``'zb-v'``, or a function from ``m``, ``n`` and the placement

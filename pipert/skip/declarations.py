@@ -59,6 +59,8 @@ def verify_skippables(module: nn.Sequential) -> None:
 
     ``Pipe`` makes this check itself.
 
+    >>> verify_skippables(nn.Sequential(Stash(), nn.Linear(8, 8), PopAdd()))
+
     Raises:
         TypeError: stashes and pops do not match. The message lists all mismatches.
     """

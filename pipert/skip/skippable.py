@@ -99,6 +99,12 @@ def skippable(
     ``forward`` is a generator: it uses ``yield stash(name, value)`` and ``value = yield pop(name)``
     and returns its output.
 
+    >>> @skippable(stash=["half"])
+    ... class StashHalf(nn.Module):
+    ...     def forward(self, x):
+    ...         yield stash("half", x / 2)
+    ...         return x
+
     Args:
         stash: the names it stashes, each for one layer to pop.
         pop: the names it pops.
