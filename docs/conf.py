@@ -50,6 +50,7 @@ nitpick_ignore_regex = [
 ]
 
 ALSO_HERE = {
+    "../ARCHITECTURE.md": "architecture.md",
     "../CHANGELOG.md": "changelog.md",
     "../README.md": "index.md",
     "../benchmarks/README.md": "benchmarks.md",
