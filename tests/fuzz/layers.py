@@ -259,5 +259,5 @@ def _choose(case: Case, model: nn.Sequential) -> None:
 
 
 def _change(grad: Tensor | None) -> Tensor | None:
-    """A user's gradient hook, maybe called with ``None`` (docs/contract.md, restrictions)."""
+    """A user's gradient hook, maybe called with ``None`` (docs/limits.md)."""
     return None if grad is None else grad.clamp(max=0.3) * 2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import doctest
-import importlib
+import importlib.util
 import inspect
 import re
 import runpy
@@ -268,6 +268,15 @@ def test_every_figure_links_to_the_section_of_the_benchmarks_where_it_stands(pag
             assert {*NUMBER.findall(re.sub("`.*?`", "", quote))} <= {*stood}, f"{quote}: {place}"
     if page.parent != BENCHMARKS:
         assert re.findall(r"\d+ (?:µs|us|ms|[KMG]iB|times as).*", FIGURE.sub("", text)) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_every_program_that_a_page_runs_exists(page: Path) -> None:
+    text = page.read_text()
+    files = re.findall(r"(?:python|torchrun(?: -\S+)*) ((?:benchmarks|examples)/\S+\.py)", text)
+    assert [file for file in files if not (ROOT / file).exists()] == []
+    modules = {name for name in re.findall(r"python -m ([\w.]+)", text) if name != "venv"}
+    assert [name for name in modules if importlib.util.find_spec(name) is None] == []
 
 
 def test_readme_leads_to_every_page() -> None:
