@@ -236,9 +236,14 @@ def anchor(heading: str) -> str:
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
+def prose(page: Path) -> str:
+    """Returns the text of ``page`` without its blocks of code, whose comments are no headings."""
+    return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
 def sections(page: Path) -> dict[str, str]:
     """Returns the sections of ``page``, each with those inside it, by anchors."""
-    parts = re.split(r"^(#+) (.*)\n", page.read_text(), flags=re.MULTILINE)
+    parts = re.split(r"^(#+) (.*)\n", prose(page), flags=re.MULTILINE)
     found: dict[str, str] = {}
     for k in range(1, len(parts), 3):
         inside = [parts[k + 2]]
@@ -260,7 +265,7 @@ def test_every_link_to_a_heading_leads_to_one(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=named)
 def test_every_figure_links_to_the_section_of_the_benchmarks_where_it_stands(page: Path) -> None:
     """If this fails: a table was measured anew, so the sentence that quotes it changes, too."""
-    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    text = prose(page)
     for quote, link, place in FIGURE.findall(text):
         other = (page.parent / link).resolve() if link else page
         if other.parent == BENCHMARKS:
