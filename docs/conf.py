@@ -50,8 +50,8 @@ nitpick_ignore_regex = [
 ]
 
 ALSO_HERE = {
-    "../ARCHITECTURE.md": "architecture.md",
     "../CHANGELOG.md": "changelog.md",
+    "../CONTRIBUTING.md": "contributing.md",
     "../README.md": "index.md",
     "../benchmarks/README.md": "benchmarks.md",
     "../benchmarks/models.md": "models.md",
@@ -67,9 +67,9 @@ def link_to_pages(app: Sphinx, docname: str, source: list[str]) -> None:
 
 
 def link_from_here(app: Sphinx, path: Path, parent: str, content: list[str]) -> None:
-    """Turn the links of the parts of README.md that a page includes into links of this folder."""
-    if path == Path("../README.md"):
-        content[0] = content[0].replace("](docs/", "](")
+    """Turn the links of what a page includes from the root into links of this folder."""
+    if path in (Path("../README.md"), Path("../CONTRIBUTING.md")):
+        content[0] = content[0].replace("](docs/", "](").replace("](tests/", "](../tests/")
         for outside, page in ALSO_HERE.items():
             content[0] = content[0].replace(f"]({outside.removeprefix('../')}", f"]({page}")
 

@@ -26,7 +26,7 @@ from pipert import Pipe
 ROOT = Path(__file__).parents[2]
 DOCS, BENCHMARKS = ROOT / "docs", ROOT / "benchmarks"
 OUTSIDE = [ROOT / "README.md", ROOT / "examples" / "README.md"]
-OUTSIDE += [ROOT / f"{name}.md" for name in ("ARCHITECTURE", "CHANGELOG", "CONTRIBUTING")]
+OUTSIDE += [ROOT / f"{name}.md" for name in ("CHANGELOG", "CONTRIBUTING")]
 OUTSIDE += sorted(BENCHMARKS.glob("*.md"))
 PAGES = [*sorted(DOCS.glob("*.md")), *OUTSIDE]
 
@@ -314,12 +314,12 @@ def test_ci_runs_each_command_of_readme_under_its_number() -> None:
 
 
 def test_every_directory_of_the_package_has_its_line() -> None:
-    """If this fails: say in ARCHITECTURE.md what the directory is for."""
-    text = (ROOT / "ARCHITECTURE.md").read_text()
+    """If this fails: say in CONTRIBUTING.md what the directory is for."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
     directories = {file.parent.name for file in (ROOT / "pipert").glob("*/*.py")}
     assert directories and [name for name in directories if f"`{name}/`" not in text] == []
 
 
 def test_the_files_that_the_architecture_names_exist() -> None:
-    named = re.findall(r"`([\w/]+\.py)`", (ROOT / "ARCHITECTURE.md").read_text())
+    named = re.findall(r"`([\w/]+\.py)`", (ROOT / "CONTRIBUTING.md").read_text())
     assert [file for file in named if not [*ROOT.glob(file), *(ROOT / "pipert").rglob(file)]] == []
