@@ -69,7 +69,7 @@ def link_to_pages(app: Sphinx, docname: str, source: list[str]) -> None:
 def link_from_here(app: Sphinx, path: Path, parent: str, content: list[str]) -> None:
     """Turn the links of what a page includes from the root into links of this folder."""
     if path in (Path("../README.md"), Path("../CONTRIBUTING.md")):
-        content[0] = content[0].replace("](docs/", "](").replace("](tests/", "](../tests/")
+        content[0] = content[0].replace("](docs/", "](")
         for outside, page in ALSO_HERE.items():
             content[0] = content[0].replace(f"]({outside.removeprefix('../')}", f"]({page}")
 
