@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -127,6 +127,7 @@ def measure_calls(
         collecting_saved(calls.saved),
         intercepted(layers.values(), calls),
         calls.gathering if elsewhere else contextlib.nullcontext(),
+        _without_caches(model),
     ):
         args, kwargs = settled(example, torch.device("cpu") if is_counted else device)
         calls.note((args, kwargs), set())
@@ -134,6 +135,20 @@ def measure_calls(
         output = model(*args, **kwargs)
         calls.end_own_code(output)
     return calls.costs()
+
+
+@contextlib.contextmanager
+def _without_caches(model: nn.Module) -> Iterator[None]:
+    """Let models of transformers make no cache by default, as in a pipe that recomputes."""
+    configs = [vars(module).get("config") for module in model.modules()]
+    ones: list[Any] = [each for each in configs if getattr(each, "use_cache", None) is True]
+    for config in ones:
+        config.use_cache = False
+    try:
+        yield
+    finally:
+        for config in ones:
+            config.use_cache = True
 
 
 _FIRST = "."  # stands for the first block, until it begins
@@ -208,8 +223,8 @@ class _Calls:
         name = self._names.get(module)
         if name is None:  # a layer inside a pipe
             return call(*args, **kwargs)
-        # The model's own code may hand a parameter to a layer.
-        args, kwargs = pytree.tree_map_only(Tensor, self.gathering.bring, (args, kwargs))
+        with self.gathering.paused():  # The model's own code may hand a parameter to a layer.
+            args, kwargs = pytree.tree_map_only(Tensor, self.gathering.bring, (args, kwargs))
         arguments = Arguments(args, kwargs)
         upstream = self.end_own_code(arguments)
         before, self._checkpoint = self._checkpoint, checkpoint_around()

@@ -50,12 +50,12 @@ def copy_of(layer: nn.Module, device: torch.device) -> nn.Module:
         for name, value in vars(module).items():
             if name.endswith("_hooks"):
                 memo[id(value)] = type(value)() if "backward" in name else value
-            elif isinstance(value, Tensor) and not value.is_leaf:  # which deepcopy refuses
-                memo[id(value)] = value.detach().to(device, copy=True)
         own = (*module._parameters.values(), *module._buffers.values(), *vars(module).values())
-        for value in own if device.type != "meta" else ():
-            if isinstance(value, Tensor) and value.is_meta and id(value) not in memo:
+        for value in [each for each in own if isinstance(each, Tensor) and id(each) not in memo]:
+            if value.is_meta and device.type != "meta":
                 memo[id(value)] = made_up(value, device)
+            elif not value.is_leaf:  # which deepcopy refuses
+                memo[id(value)] = value.detach().to(device, copy=True)
     try:
         return copy.deepcopy(layer, memo).to(device)
     except Exception as error:

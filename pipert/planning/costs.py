@@ -65,8 +65,7 @@ def blocks_of(
         begins, chain = [*layers], [*layers.values()]
         check_partitions(d, len(chain))
     elif d > 1 or not has_values(model):
-        with _without_caches(model):
-            layers, begins = find_blocks(model, d, as_arguments(first), where, 2)
+        layers, begins = find_blocks(model, d, as_arguments(first), where, 2)
 
     def costs_for(value: Value, target: Value) -> Blocks:
         whole = Chain(chain, then=lambda y: y if loss_fn is None else loss_fn(y, target))
@@ -78,21 +77,6 @@ def blocks_of(
                 whole, layers, begins, example, where, once, stays=target, upstream=order
             )
 
-        with _without_caches(model):
-            return medians([measure() for _ in range(1 if where == META else 3)])
+        return medians([measure() for _ in range(1 if where == META else 3)])
 
     return costs_for
-
-
-@contextlib.contextmanager
-def _without_caches(model: nn.Module) -> Iterator[None]:
-    """Let models of transformers make no cache by default, as in a pipe that recomputes."""
-    configs = [vars(module).get("config") for module in model.modules()]
-    ones: list[Any] = [each for each in configs if getattr(each, "use_cache", None) is True]
-    for config in ones:
-        config.use_cache = False
-    try:
-        yield
-    finally:
-        for config in ones:
-            config.use_cache = True

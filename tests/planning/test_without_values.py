@@ -90,6 +90,12 @@ def llama() -> Any:
     return t.LlamaForCausalLM(config)
 
 
+def bloom() -> Any:
+    t = pytest.importorskip("transformers")
+    config = t.BloomConfig(vocab_size=64, hidden_size=32, n_head=4, n_layer=4)
+    return t.BloomForCausalLM(config)  # whose attention refuses a cache of other layers
+
+
 def mixtral() -> Any:
     t = pytest.importorskip("transformers")
     config = t.MixtralConfig(
@@ -112,6 +118,7 @@ MODELS: dict[str, tuple[Callable[[], Any], Callable[[], dict[str, Any]]]] = {
     "unet": (UNet, images),
     "neox": (neox, words),
     "llama": (llama, words),
+    "bloom": (bloom, words),
     "mixtral": (mixtral, words),
     "t5": (t5, lambda: words(decoder_input_ids=IDS)),
 }
@@ -183,7 +190,7 @@ def test_a_model_is_loaded_with_the_map_of_its_plan(name: str, tmp_path: Path) -
         check(model, pipe, plain, batch)
 
 
-@pytest.mark.parametrize("name", ["unet", "llama", "t5"])
+@pytest.mark.parametrize("name", ["unet", "llama", "bloom", "t5"])
 @pytest.mark.parametrize("how", ["pipeline", "plan", "function"])
 def test_a_model_is_loaded_by_part(name: str, how: str, tmp_path: Path) -> None:
     plain, batch = made(name)
@@ -200,6 +207,21 @@ def test_a_model_is_loaded_by_part(name: str, how: str, tmp_path: Path) -> None:
     with pipe:
         assert pipe.module is model
         check(model, pipe, plain, batch)
+
+
+@pytest.mark.parametrize("norm", [nn.utils.parametrizations.weight_norm, nn.utils.weight_norm])
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+def test_weights_that_layers_compute_are_made_up(norm: Callable[[nn.Module], nn.Module]) -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(8, 8), *[norm(nn.Linear(8, 8)) for _ in range(3)])
+
+    with pipert.empty_parameters():
+        model = make()
+    x, plain = torch.randn(4, 8), make()
+    load = plain.state_dict().get
+    with pipeline(model, example=x, devices=CPUS, load=load) as pipe, torch.no_grad():
+        same(pipe(x), plain(x))
 
 
 def saved(tmp_path: Path, **changes: Tensor | None) -> UNet:
