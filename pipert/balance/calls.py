@@ -140,14 +140,14 @@ def measure_calls(
 @contextlib.contextmanager
 def _without_caches(model: nn.Module) -> Iterator[None]:
     """Let models of transformers make no cache by default, as in a pipe that recomputes."""
-    configs = [vars(module).get("config") for module in model.modules()]
-    ones: list[Any] = [each for each in configs if getattr(each, "use_cache", None) is True]
-    for config in ones:
+    configs: list[Any] = [vars(module).get("config") for module in model.modules()]
+    configs = [each for each in configs if getattr(each, "use_cache", None) is True]
+    for config in configs:
         config.use_cache = False
     try:
         yield
     finally:
-        for config in ones:
+        for config in configs:
             config.use_cache = True
 
 
