@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from pipert import _torch
 from pipert._torch import DispatchMode, efficient_attention, flash_attention, flop_formulas, pytree
 
 FLOPS, BANDWIDTH, LAUNCH, LINK = 400e12, 2e12, 5e-6, 50e9
@@ -72,7 +73,13 @@ class _FusedAttention(TorchFunctionMode):
         is_attention = func is nn.functional.scaled_dot_product_attention
         if is_attention and flash_attention and efficient_attention:
             func = _attention
-        return func(*args, **kwargs or {})
+        kwargs = kwargs or {}
+        if func is torch.autograd.grad and not kwargs["create_graph"]:
+            dys, options = tuple(kwargs["grad_outputs"]), (kwargs["retain_graph"], False)
+            with self:  # since a layer with a checkpoint inside computes its attention again
+                run = _torch.run_backward
+                return run(args[0], dys, *options, args[1], True, accumulate_grad=False)
+        return func(*args, **kwargs)
 
 
 def _attention(
