@@ -291,7 +291,8 @@ def measure_all(call: MeasuredCall) -> tuple[Cost, Carried]:
     objects = objects_in([*args, *kwargs.values()])
     cost, output = measure_sizes(call)
     refuse_changes(objects)  # before it is called again
-    times, _ = time_once(call, is_split=True)
+    # In a context of its own, in which transformers collects no outputs of layers again.
+    times, _ = contextvars.Context().run(time_once, call, is_split=True)
     return cost.with_times(times), output
 
 
