@@ -12,6 +12,7 @@ treat it as the parallel model that it is.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -25,6 +26,7 @@ from pipert.layers.modules import modules_of
 from pipert.model.cuts import is_called
 
 _MAP = "hf_device_map"
+_OF_ADAPTERS = re.compile(r"^base_model\.model\.|\.(modules_to_save|base_layer|lora_).*")
 
 
 def has_device_map(model: nn.Module) -> bool:
@@ -127,7 +129,7 @@ def device_map_of(
     """Return a ``device_map`` that loads a model where a pipe computes it.
 
     A layer all of whose weights are tied to those of an earlier partition goes to that device,
-    where a pipe keeps them, too.
+    where a pipe keeps them, too. The map of a model of peft is for its base.
 
     Args:
         model: on any device, also without values.
@@ -140,7 +142,10 @@ def device_map_of(
         own = [*modules[name].parameters()] if name in modules else []
         homes = {first.setdefault(each, home_of[name]) for each in own}
         found[name] = _shown(devices[homes.pop() if len(homes) == 1 else home_of[name]])
-    return {name: found[name] for name in home_of}
+    shown = dict[str, int | str]()
+    for name in home_of:  # in a model of peft is another one, which is loaded without adapters
+        shown.setdefault(_OF_ADAPTERS.sub("", name), found[name])
+    return shown
 
 
 def _shown(device: torch.device) -> int | str:
