@@ -83,7 +83,7 @@ def materialise(
     Raises:
         ValueError: values are missing, have other shapes, or belong to no name of the model; or a
             parameter that is replaced has hooks. The message has all of them.
-        TypeError, ImportError: as for reading ``load``.
+        TypeError, ImportError: as for reading ``load``; or a value is of another kind, as integers.
         OSError: a file of a checkpoint is damaged.
         OutOfMemoryError: a device is full; a note says what was loaded.
     """
@@ -149,6 +149,12 @@ def _values(
         tensor = tensor_of[name]
         if tensor in found or (value := value_of(name)) is None:
             continue
+        kinds = [(x.is_floating_point(), x.is_complex()) for x in (value, tensor)]
+        if kinds[0] != kinds[1]:
+            raise TypeError(
+                f"load gives {value.dtype} for {name!r}, which is {tensor.dtype} in the model; if "
+                "the checkpoint is quantised, use from_pretrained(folder, device_map='auto')"
+            )
         seen[name] = value.shape
         if value.shape == tensor.shape:
             try:
@@ -201,7 +207,7 @@ def _opened(
 ) -> tuple[Callable[[str], Tensor], dict[str, Sequence[int]]]:
     """Open a checkpoint; return what reads a tensor by its name, and all shapes in their order."""
     if not isinstance(path, str | os.PathLike):
-        raise TypeError(f"load must be a function of a name, or a path, got {path!r}")
+        raise TypeError(f"load must be a function such as state.get, or a path, got {type(path)}")
     where = Path(path)
     files = sorted(where.glob("*.safetensors")) if where.is_dir() else [where]
     for index in where.glob("*.safetensors.index.json"):  # beside which may be other formats
