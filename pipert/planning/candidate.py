@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, groupby
+from itertools import accumulate, chain, groupby
 from typing import Any
 
 import torch
@@ -80,11 +80,14 @@ class Candidate:
         names = "devices", "chunks", "checkpoint", "schedule"
         settings = {**{name: getattr(self, name) for name in names}, **settings}
         try:
-            if self.cuts is None:
+            cuts: Sequence[str] | None = self.cuts
+            if cuts is None and "load" not in settings:
                 assert isinstance(model, nn.Sequential)
                 return Pipe(model, self.balance, **settings)
+            if cuts is None:
+                cuts = [[*model._modules][k] for k in accumulate(self.balance[:-1])]
             close_older(model)
-            return ModulePipe(model, self.cuts, self._order_of, **settings)
+            return ModulePipe(model, cuts, self._order_of, **settings)
         except torch.OutOfMemoryError as error:
             error.add_note(f"the plan is {self.report()}")
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import gc
 import itertools
 import weakref
@@ -219,8 +220,18 @@ def test_weights_that_layers_compute_are_made_up(norm: Callable[[nn.Module], nn.
     with pipert.empty_parameters():
         model = make()
     x, plain = torch.randn(4, 8), make()
-    load = plain.state_dict().get
+    load: Any = plain.state_dict().get
     with pipeline(model, example=x, devices=CPUS, load=load) as pipe, torch.no_grad():
+        same(pipe(x), plain(x))
+
+
+def test_a_planned_sequential_is_loaded_by_part() -> None:
+    plain, x = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)]), torch.randn(4, 8)
+    with pipert.empty_parameters():
+        model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
+    plan = plan_for(model, x, devices=CPUS, memory="1GiB")[0]
+    load: Any = plain.state_dict().get
+    with plan.make(model, load=load) as pipe, torch.no_grad():
         same(pipe(x), plain(x))
 
 
@@ -255,6 +266,15 @@ def test_all_names_that_do_not_fit_are_in_one_error(tmp_path: Path) -> None:
     state = {**UNet().state_dict(), **changes}
     told = refused(model, state.get)
     assert "missing are ['head.bias']" in told and "of other shapes are ['scale: (3,)" in told
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.complex64])
+def test_values_of_another_kind_are_refused(dtype: torch.dtype) -> None:
+    state = {name: tensor.to(dtype) for name, tensor in UNet().state_dict().items()}
+    with pipert.empty_parameters():
+        model = UNet()
+    told = refused(model, state.get, TypeError)
+    assert f"load gives {dtype} for 'scale', which is torch.float32" in told
 
 
 def test_a_damaged_or_missing_file_is_named(tmp_path: Path) -> None:
@@ -322,6 +342,52 @@ def test_gpus_that_are_not_here_are_planned_by_counting(name: str) -> None:
         for a, b in zip(counted[key], measured[key], strict=True)
     ]
     assert ratios and 0.9 < min(ratios) and max(ratios) < 1.1  # kernels of attention differ
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable.*:FutureWarning")
+def test_gradient_checkpoints_inside_are_counted() -> None:
+    model, batch = made("llama", "meta")
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert planned(model, batch, devices=2)[0].is_counted
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
+def test_a_map_of_adapters_is_for_their_base() -> None:
+    peft = pytest.importorskip("peft")
+    adapters: Any = {"target_modules": ["query_key_value"], "modules_to_save": ["embed_out"]}
+    model, batch = made("neox", "meta")
+    with torch.device("meta"):
+        model = peft.get_peft_model(model, peft.LoraConfig(**adapters))
+    names = {name for name, _ in made("neox", "meta")[0].named_modules()}
+    assert all(found.device_map.keys() <= names for found in planned(model, batch))
+
+
+def test_a_hook_collects_each_output_once() -> None:
+    collected = contextvars.ContextVar[list[Tensor]]("collected")
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(k, k + 1) for k in range(2, 6)])
+            for layer in self.layers:
+                layer.register_forward_hook(self.collect)
+
+        def collect(self, _: Any, __: Any, y: Tensor) -> None:
+            if (found := collected.get(None)) is not None:
+                found.append(y)
+
+        def forward(self, x: Tensor) -> Tensor:  # as transformers collects hidden states
+            token = collected.set([])
+            for layer in self.layers:
+                x = layer(x)
+            found = collected.get()
+            collected.reset(token)
+            assert len(found) == 4
+            return found[-1]
+
+    with torch.device("meta"):
+        model = Model()
+    assert plan_for(model, torch.ones(4, 2), devices=CPUS, memory="1GiB")
 
 
 def test_a_layer_that_cannot_be_counted_is_named() -> None:
