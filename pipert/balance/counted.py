@@ -74,11 +74,11 @@ class _FusedAttention(TorchFunctionMode):
         if is_attention and flash_attention and efficient_attention:
             func = _attention
         kwargs = kwargs or {}
-        if func is torch.autograd.grad and not kwargs["create_graph"]:
-            dys, options = tuple(kwargs["grad_outputs"]), (kwargs["retain_graph"], False)
+        if func is torch.autograd.grad and isinstance(kwargs["grad_outputs"], (list, tuple)):
+            options = [kwargs[name] for name in ("retain_graph", "create_graph")]
+            given = tuple(kwargs["grad_outputs"]), *options, args[1], True
             with self:  # since a layer with a checkpoint inside computes its attention again
-                run = _torch.run_backward
-                return run(args[0], dys, *options, args[1], True, accumulate_grad=False)
+                return _torch.run_backward(args[0], *given, accumulate_grad=False)
         return func(*args, **kwargs)
 
 

@@ -291,8 +291,7 @@ def measure_all(call: MeasuredCall) -> tuple[Cost, Carried]:
     objects = objects_in([*args, *kwargs.values()])
     cost, output = measure_sizes(call)
     refuse_changes(objects)  # before it is called again
-    # In a context of its own, in which transformers collects no outputs of layers again.
-    times, _ = contextvars.Context().run(time_once, call, is_split=True)
+    times, _ = contextvars.Context().run(time_once, call, True)  # where nothing collects outputs
     return cost.with_times(times), output
 
 

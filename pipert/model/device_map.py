@@ -26,7 +26,7 @@ from pipert.layers.modules import modules_of
 from pipert.model.cuts import is_called
 
 _MAP = "hf_device_map"
-_OF_ADAPTERS = re.compile(r"^base_model\.model\.|\.(modules_to_save|base_layer|lora_).*")
+_OF_ADAPTERS = re.compile(r"^base_model\.model\.|\.(modules_to_save|original_|base_layer|lora_).*")
 
 
 def has_device_map(model: nn.Module) -> bool:
@@ -142,10 +142,7 @@ def device_map_of(
         own = [*modules[name].parameters()] if name in modules else []
         homes = {first.setdefault(each, home_of[name]) for each in own}
         found[name] = _shown(devices[homes.pop() if len(homes) == 1 else home_of[name]])
-    shown = dict[str, int | str]()
-    for name in home_of:  # in a model of peft is another one, which is loaded without adapters
-        shown.setdefault(_OF_ADAPTERS.sub("", name), found[name])
-    return shown
+    return {_OF_ADAPTERS.sub("", name): found[name] for name in home_of}
 
 
 def _shown(device: torch.device) -> int | str:

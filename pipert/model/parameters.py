@@ -83,7 +83,7 @@ def materialise(
     Raises:
         ValueError: values are missing, have other shapes, or belong to no name of the model; or a
             parameter that is replaced has hooks. The message has all of them.
-        TypeError, ImportError: as for reading ``load``; or a value is of another kind, as integers.
+        TypeError, ImportError: as for reading ``load``; or a value is a quantised weight.
         OSError: a file of a checkpoint is damaged.
         OutOfMemoryError: a device is full; a note says what was loaded.
     """
@@ -149,8 +149,7 @@ def _values(
         tensor = tensor_of[name]
         if tensor in found or (value := value_of(name)) is None:
             continue
-        kinds = [(x.is_floating_point(), x.is_complex()) for x in (value, tensor)]
-        if kinds[0] != kinds[1]:
+        if not torch.can_cast(tensor.dtype, value.dtype):
             raise TypeError(
                 f"load gives {value.dtype} for {name!r}, which is {tensor.dtype} in the model; if "
                 "the checkpoint is quantised, use from_pretrained(folder, device_map='auto')"

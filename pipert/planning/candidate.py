@@ -80,13 +80,12 @@ class Candidate:
         names = "devices", "chunks", "checkpoint", "schedule"
         settings = {**{name: getattr(self, name) for name in names}, **settings}
         try:
-            cuts: Sequence[str] | None = self.cuts
-            if cuts is None and "load" not in settings:
+            if self.cuts is None and "load" not in settings:
                 assert isinstance(model, nn.Sequential)
                 return Pipe(model, self.balance, **settings)
-            if cuts is None:
-                cuts = [[*model._modules][k] for k in accumulate(self.balance[:-1])]
             close_older(model)
+            names = [*model._modules]
+            cuts = self.cuts or [names[k] for k in accumulate(self.balance[:-1])]
             return ModulePipe(model, cuts, self._order_of, **settings)
         except torch.OutOfMemoryError as error:
             error.add_note(f"the plan is {self.report()}")

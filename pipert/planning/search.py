@@ -127,7 +127,7 @@ def plan_for(
     search = partial(_Search, names, limits, state, sizes, is_cut, is_counted)
     found, order, enough = list[Candidate](), dict[str, set[str]](), list[int]()
     with counted() if is_counted else contextlib.nullcontext():
-        costs_for = blocks_of(model, loss_fn, d, where, micro_batches(example, d)[0], order)
+        costs_for = blocks_of(model, loss_fn, d, where, firsts[min(firsts)], order)
         for m, value in firsts.items():
             aim = None if target is None else micro_batches(target, m)[0]
             aim = aim if is_counted else settled(aim, where)

@@ -281,6 +281,20 @@ def test_a_cache_that_nobody_asked_for_is_not_made() -> None:
         plan_for(model, {"x": torch.randn(8, 3), "use_cache": True}, **options)
 
 
+def test_blocks_are_found_with_as_many_rows_as_are_tried() -> None:
+    class Norms(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.BatchNorm1d(4) for _ in range(4)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    assert plan_for(Norms(), torch.randn(4, 4), devices=["cpu"] * 4, memory="1GiB", chunks=2)
+
+
 def test_more_devices_than_blocks_and_pipes_are_refused() -> None:
     with pytest.raises(ValueError, match=r"at most 3, got 4: .*\['embed', 'blocks.0'"):
         plan_for(Model(2), batch(), memory="1GiB", devices=["cpu"] * 4)
