@@ -84,8 +84,8 @@ class Candidate:
                 assert isinstance(model, nn.Sequential)
                 return Pipe(model, self.balance, **settings)
             close_older(model)
-            names = [*model._modules]
-            cuts = self.cuts or [names[k] for k in accumulate(self.balance[:-1])]
+            layers = [*model._modules]
+            cuts = self.cuts or [layers[k] for k in accumulate(self.balance[:-1])]
             return ModulePipe(model, cuts, self._order_of, **settings)
         except torch.OutOfMemoryError as error:
             error.add_note(f"the plan is {self.report()}")
