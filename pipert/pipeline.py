@@ -73,8 +73,7 @@ def pipeline(
         load: the values of parameters and buffers by their names, for a model that was built in
             :func:`empty_parameters`: a folder of safetensors files, such a file, or a function
             that returns the tensor of a name, ``None`` if it has none. Each goes straight to its
-            device, one at a time, as a new parameter: make optimizers afterwards. If one cannot be
-            loaded, the model is as before.
+            device, one at a time. If one cannot be loaded, the model is as before.
 
     Raises:
         ValueError: as :class:`Pipe`; or a cut is not a module of the model, is inside another one,

@@ -28,7 +28,7 @@ from pipert.distributed.rank_stage import StageModule, moved
 from pipert.distributed.replay_model import ReplayModel, cuts_of
 from pipert.layers.batchnorm import check_batch_norm
 from pipert.layers.intercepted import intercept, release
-from pipert.model.parameters import META, Load, materialise
+from pipert.model.parameters import META, Load, materialise, replace
 from pipert.model.split import refuse_shared_norms, sequential
 from pipert.pipes.base import PipeBase
 
@@ -180,9 +180,10 @@ class ModulePipe(RankPipe):
                 is_elsewhere = isinstance(tensor, nn.Parameter) and tensor not in here
                 return META if is_elsewhere else where.device
 
-            new = materialise(model, device_of, load)
-            replayed.uses = {new.get(p, p): used for p, used in replayed.uses.items()}
-            here = {new.get(p, p) for p in here}
+            new: Any = materialise(model, device_of, load)
+            replace(model, new)
+            replayed.uses = {new[p]: used for p, used in replayed.uses.items()}
+            here = {new[p] for p in here}
         modules = {j: _partition(replayed, j) for j in own}
         shared = shared_of(replayed.uses, where.homes)
         parts = RankParts(replayed, modules, [{}] * cuts.n, shared)

@@ -67,22 +67,22 @@ def empty_parameters() -> Iterator[None]:
 
 def materialise(
     model: nn.Module, device_of: Callable[[Tensor], torch.device], load: Load | None
-) -> dict[nn.Parameter, nn.Parameter]:
-    """Put parameters and buffers on their devices, with values by their names.
+) -> dict[Tensor, Tensor]:
+    """Make parameters and buffers on their devices, with values by their names.
 
     Args:
-        model: the model, changed in place.
+        model: the model, which stays as it is.
         device_of: returns the device of a parameter or buffer; the meta device for a parameter
             whose values are not needed.
         load: the values of parameters and of buffers that belong to the state. ``None`` keeps those
             there are; parameters on meta then get memory without values.
 
     Returns:
-        The new parameter for each one that was replaced.
+        The new one for each parameter and buffer, which may be itself.
 
     Raises:
-        ValueError: values are missing, have other shapes, or belong to no name of the model; or a
-            parameter that is replaced has hooks. The message has all of them.
+        ValueError: values are missing, have other shapes, or belong to no name of the model; the
+            message has all of them. Or a parameter that gets other memory has hooks.
         TypeError, ImportError: as for reading ``load``; or a value is a quantised weight.
         OSError: a file of a checkpoint is damaged.
         OutOfMemoryError: a device is full; a note says what was loaded.
@@ -99,17 +99,20 @@ def materialise(
         if made is not tensor and isinstance(tensor, nn.Parameter):
             if tensor in wanted and (tensor_hooks(tensor) or hooks_on_grad(tensor)):
                 raise ValueError(
-                    f"the parameter {called[0]!r} has hooks, but another one takes its place; "
-                    "register them on the pipe's parameters"
+                    f"the parameter {called[0]!r} has hooks, which would be lost when it gets its "
+                    "values; register them once there is a pipe"
                 )
             made = _like(tensor, made.detach())
         new[tensor] = made
+    return new
+
+
+def replace(model: nn.Module, new: Mapping[Tensor, Tensor]) -> None:
+    """Replace parameters and buffers of a model by others, wherever they are registered."""
     for module in model.modules():
         for table in (module._parameters, module._buffers):
-            tensors: dict[str, Any] = {k: new[t] for k, t in table.items() if t is not None}
+            tensors: dict[str, Any] = {k: new.get(t, t) for k, t in table.items() if t is not None}
             table.update(tensors)
-    changed: Any = {tensor: made for tensor, made in new.items() if made is not tensor}
-    return {old: made for old, made in changed.items() if isinstance(old, nn.Parameter)}
 
 
 def _names(model: nn.Module) -> dict[Tensor, list[str]]:

@@ -19,7 +19,7 @@ from pipert.layers.batchnorm import check_batch_norm
 from pipert.model.cuts import check_cuts, homes, homes_outside_of_layers, layers_of
 from pipert.model.device_map import note_device_map
 from pipert.model.devices import devices_and_workers, refuse_data_parallel
-from pipert.model.parameters import Load, materialise
+from pipert.model.parameters import Load, materialise, replace
 from pipert.model.settings import OF_CALLS, check_keywords, check_timeout
 from pipert.model.split import Partition, check_shared, move, place, sequential
 from pipert.pipes.base import PipeBase
@@ -88,7 +88,11 @@ class ModulePipe(PipeBase):
         outside = homes_outside_of_layers(module, layers, cuts, home_of)
         if load is not None:
             check_shared(self._partitions, self._devices, copies_buffers=True)
-            materialise(module, self._device_of(outside), load)
+            new = materialise(module, self._device_of(outside), load)
+            for parameter in module.parameters():  # the same objects, which an optimizer may have
+                if (made := new.pop(parameter)) is not parameter:
+                    torch.utils.swap_tensors(parameter, made)
+            replace(module, new)
         place(self._partitions, self._devices, copies_buffers=True)
         for path, j in outside.items():
             owner, _, name = path.rpartition(".")

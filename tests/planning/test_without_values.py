@@ -200,6 +200,7 @@ def test_a_model_is_loaded_by_part(name: str, how: str, tmp_path: Path) -> None:
     with pipert.empty_parameters():
         model = MODELS[name][0]()
     assert {tensor.device.type for tensor in model.parameters()} == {"meta"}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)  # before there are values, as people do
     if how == "plan":
         pipe = planned(model, batch)[0].make(model, load=tmp_path)
     else:
@@ -207,6 +208,7 @@ def test_a_model_is_loaded_by_part(name: str, how: str, tmp_path: Path) -> None:
         pipe = pipeline(model, example=batch["example"], devices=CPUS, chunks=4, load=load)
     with pipe:
         assert pipe.module is model
+        assert {*optimizer.param_groups[0]["params"]} == {*pipe.parameters()}
         check(model, pipe, plain, batch)
 
 
