@@ -91,7 +91,7 @@ class ModulePipe(PipeBase):
             new = materialise(module, self._device_of(outside), load)
             for parameter in module.parameters():  # the same objects, which an optimizer may have
                 if (made := new.pop(parameter)) is not parameter:
-                    torch.utils.swap_tensors(parameter, made)
+                    torch.utils.swap_tensors(parameter, made)  # type: ignore[no-untyped-call]
             replace(module, new)
         place(self._partitions, self._devices, copies_buffers=True)
         for path, j in outside.items():
