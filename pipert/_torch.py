@@ -83,7 +83,10 @@ sequence_nr: Callable[[Any], int] = operator.methodcaller("_sequence_nr")
 
 def sequence_nrs(nodes: Iterable[Any]) -> list[int]:
     """Return the numbers of many nodes, in a third of the time that a call for each takes."""
-    return [node._sequence_nr() for node in nodes]
+    numbers = list[int]()
+    for node in nodes:  # up to Python 3.11 a comprehension is one more call
+        numbers.append(node._sequence_nr())
+    return numbers
 
 
 _outputs = operator.attrgetter("_input_metadata")

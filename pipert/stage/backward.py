@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain, groupby
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
@@ -59,7 +59,11 @@ def differentiate_partition(
     """
     if not ys:
         return
-    reachable = _find_reachable(cut, graph, list(map(_node, ys)))
+    ends = list(map(_node, ys))
+    if graph.find_reachable is None:
+        reachable = find_leaves(ends, [order.ENTRANCE], cut.numbers())
+    else:
+        reachable = _find_or_reuse(cut, graph, graph.find_reachable, ends)
     _refuse_own_hooks(cut, reachable.leaves)
     run = partial(gradients_of, stage, reachable)
     xs = [crossing.entered for crossing in graph.entered]
@@ -85,30 +89,36 @@ def differentiate_partition(
 
 
 _node: Callable[[Any], Any] = attrgetter("node")
+_parameters: Callable[[nn.Module], Iterable[Tensor]] = methodcaller("parameters")
+_requires_grad: Callable[[Tensor], bool] = attrgetter("requires_grad")
 
 
-def _find_reachable(cut: StepBoundary, graph: PartitionGraph, ends: list[Any]) -> Reachable:
-    """Return what is behind the ends of a partition's graph.
+def _find_or_reuse(
+    cut: StepBoundary,
+    graph: PartitionGraph,
+    find: Callable[[list[Any]], Reachable],
+    ends: list[Any],
+) -> Reachable:
+    """Return what is behind the ends of a graph of any model, in which all may be known.
 
     To walk along it costs a tenth of the forward. So the leaves of a third micro-batch are those of
     two before it, if the same layers have made as many nodes, of no function written in Python, and
     the two have used the same leaves, among them all weights of these layers: what the third uses
     first is none of them.
     """
-    if graph.find_reachable is None:
-        return find_leaves(ends, [order.ENTRANCE], cut.numbers())
     key = (*graph.made, len(ends))
     before, is_settled = cut.leaves.get(key, (None, False))
     if before is not None and is_settled:
         return Reachable(before, [], [], [])
-    reachable = graph.find_reachable(ends)
-    if cut.defers_weights or reachable.others or _may_call_engine(reachable):
+    reachable = find(ends)
+    in_python = is_in_python(map(type, reachable.nodes), _ENGINELESS)
+    if cut.defers_weights or reachable.others or in_python:
         cut.leaves.pop(key, None)
         return reachable
-    leaves = {id(leaf): leaf for leaf in reachable.leaves}
-    weights = chain.from_iterable(layer.parameters() for layer in graph.made[1])
-    is_same = before is not None and [*map(id, before)] == [*leaves]
-    is_settled = is_same and all(id(w) in leaves for w in weights if w.requires_grad)
+    leaves = [*map(id, reachable.leaves)]
+    weights = chain.from_iterable(map(_parameters, graph.made[1]))
+    is_same = before is not None and [*map(id, before)] == leaves
+    is_settled = is_same and set(leaves).issuperset(map(id, filter(_requires_grad, weights)))
     cut.leaves[key] = reachable.leaves, is_settled
     return reachable
 
@@ -127,7 +137,7 @@ def gradients_of(
     """
     assert stage.step_boundary is not None
     weights, inner = reachable.leaves, NOTHING
-    if _may_call_engine(reachable):
+    if reachable.nodes and is_in_python(map(type, reachable.nodes), _ENGINELESS):
         others = stage.step_boundary.step.extra_parameters()
         weights = [*weights, *stage.layers.parameters(), *others]
         inner = taking_gradients(weights, stage.step_boundary.gradients)
@@ -160,11 +170,6 @@ def _refuse_reentrant(error: RuntimeError) -> None:
             "gradient_checkpointing_kwargs={'use_reentrant': False})), or let the pipe checkpoint, "
             "with checkpoint='always'"
         ) from error
-
-
-def _may_call_engine(reachable: Reachable) -> bool:
-    """Return whether a function written in Python, which might call the engine, is in a graph."""
-    return is_in_python(map(type, reachable.nodes), _ENGINELESS)
 
 
 _ENGINELESS = ("_EnterBackward", "_CheckpointBackward", "CompiledFunctionBackward")
