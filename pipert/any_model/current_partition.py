@@ -172,6 +172,8 @@ class CurrentPartition:
         if self._intercept is not None:
             with Paused(self._intercept):
                 self._end_boundary(self._intercept)
+        if self._graph is not None:
+            self._graph.end(self._rng.called or ())
         self._segments = None
         self._block.close()
 

@@ -41,6 +41,7 @@ from pipert._torch import (
     WithoutFunctions,
     outputs_of,
     sequence_nr,
+    sequence_nrs,
     tensor_hooks,
 )
 
@@ -70,6 +71,8 @@ class Reachable(NamedTuple):
     """The nodes of other graphs, which other backward passes may go through as well; no casts."""
     nodes: list[Node]
     """All nodes that were found, except those of leaves."""
+    again: list[Node]
+    """Those to which further edges lead, and those of leaves, once for each such edge."""
 
 
 def find_leaves(
@@ -90,6 +93,7 @@ def find_leaves(
     """
     roots: list[Any] = [*dict.fromkeys(ends)]
     seen: set[Any] = {*roots, *stop, None}
+    again = list[Node]()
     accumulating = AccumulateGrad  # a local name, as the loop takes half a microsecond a node
     accumulators, found = list[Any](), list[Any]()
     for node in roots:
@@ -99,16 +103,20 @@ def find_leaves(
             if child not in seen:
                 seen.add(child)
                 (accumulators if type(child) is accumulating else found).append(child)
+            elif child is not None:
+                again.append(child)
     others = list[Node]()
-    if ours is not None and not all(map(ours.__contains__, map(sequence_nr, found))):
-        strange = [node for node in found if sequence_nr(node) not in ours]
-        others = [node for node in strange if not is_cast_of_leaf(node)]
+    if ours is not None and found:
+        numbers = sequence_nrs(found)
+        if min(numbers) < ours.start or max(numbers) >= ours.stop:
+            strange = [node for node in found if sequence_nr(node) not in ours]
+            others = [node for node in strange if not is_cast_of_leaf(node)]
     variables = list(map(_variable, accumulators))
     leaves = dict(zip(map(id, variables), variables, strict=True))
     for leaf in known:
         leaves.pop(id(leaf), None)
     trained = [leaf for leaf in leaves.values() if leaf.requires_grad]
-    return Reachable(trained, others, found)
+    return Reachable(trained, others, found, again)
 
 
 _node: Callable[[Any], Any] = itemgetter(0)  # of an edge

@@ -55,83 +55,76 @@ class LeafPath(NamedTuple):
     is_transposed: bool
 
 
-class WeightUse(NamedTuple):
-    """A use of a weight by a node."""
-
-    node: Any
-    weight: LeafPath
-    bias: LeafPath | None
-    """That of a bias that is put off, too."""
-    x: Tensor
-    """The input that the weight meets."""
-    compute: ToWeight
-
-
-def find_uses(reachable: Reachable, ends: Sequence[Node]) -> list[WeightUse]:
+def find_uses(reachable: Reachable) -> dict[Node, DeferredGradients]:
     """Return the uses of all weights that may be put off, in the same order in each run.
 
     Args:
-        behind: the graph, which has not been freed.
-        ends: the nodes at which its backward starts.
+        reachable: the graph, which has not been freed.
 
     Raises:
         RuntimeError: an input was changed in place.
     """
-    nodes, shared = reachable.nodes, set(reachable.others)
-    known = [node for node in nodes if type(node).__name__ in RULES and node not in shared]
-    uses = [use for node in sorted(known, key=sequence_nr) if (use := _use_of(node)) is not None]
+    rules = {kind: RULES.get(kind.__name__) for kind in set(map(type, reachable.nodes))}
+    shared, uses = set(reachable.others), dict[Node, DeferredGradients]()
+    known = [node for node in reachable.nodes if rules[type(node)] and node not in shared]
+    for node in sorted(known, key=sequence_nr):
+        if (use := _use_of(node, rules[type(node)])) is not None:
+            uses[node] = use
     if not uses:
-        return []
-    total = _count_uses(uses, nodes, ends)
-    of_weights = Counter([id(use.weight.leaf) for use in uses])
-    uses = [use for use in uses if of_weights[id(use.weight.leaf)] == total[id(use.weight.leaf)]]
-    of_biases = Counter([id(use.bias.leaf) for use in uses if use.bias is not None])
-    return [
-        use if use.bias is None or of_biases[id(use.bias.leaf)] == total[id(use.bias.leaf)]
-        else use._replace(bias=None)
-        for use in uses
-    ]  # fmt: skip
+        return {}
+    total = _count_uses(uses.values(), reachable.again)
+    of_weights = Counter([id(use.ways[0].leaf) for use in uses.values()])
+    for node, use in [*uses.items()]:
+        if of_weights[id(use.ways[0].leaf)] != total[id(use.ways[0].leaf)]:
+            uses.pop(node).drop()
+    of_biases = Counter([id(use.ways[1].leaf) for use in uses.values() if len(use.ways) > 1])
+    for use in uses.values():
+        if len(use.ways) > 1 and of_biases[id(use.ways[1].leaf)] != total[id(use.ways[1].leaf)]:
+            del use.ways[1]
+    return uses
 
 
-def _use_of(node: Any) -> WeightUse | None:
+def _use_of(node: Any, rule: Any) -> DeferredGradients | None:
     """Return the use of a weight by a known node, if it may be put off (rules 2 to 4)."""
-    rule, inputs = RULES[type(node).__name__], node.next_functions
+    inputs = node.next_functions
     weight = _way_to_leaf(*inputs[rule.place])
     compute = None if weight is None else rule.make(node, weight.is_transposed, weight.leaf)
-    if weight is None or compute is None or not is_free_of_hooks(node):
+    if weight is None or compute is None or _has_other_hooks(node.register_hook(_no_hook)):
         return None
     x = _saved_input(node, rule.saved, weight.leaf)
     if x is None:
         return None
+    ways = [weight]
     bias = None if rule.bias is None else _way_to_leaf(*inputs[rule.bias])
-    if bias is not None and (bias.is_transposed or bias.leaf.device != x.device):
-        bias = None
-    return WeightUse(node, weight, bias, x, compute)
+    if bias is not None and not bias.is_transposed and bias.leaf.device == x.device:
+        ways.append(bias)
+    use = DeferredGradients(node, ways, x, compute)
+    return None if use.drop_if_seen() else use
 
 
-def _count_uses(
-    uses: Sequence[WeightUse], nodes: Iterable[Node], ends: Iterable[Node]
-) -> Counter[int]:
-    """Count all uses behind ``ends`` of the leaves of ``uses``, by the id of the leaf."""
-    ways = [way for use in uses for way in (use.weight, use.bias) if way is not None]
-    owner = {node: id(way.leaf) for way in ways for node in way.nodes}
-    count = Counter([owner[end] for end in ends if end in owner])
-    for node in nodes:
-        if node not in owner:
-            for child, _ in node.next_functions:
-                if child in owner:
-                    count[owner[child]] += 1
+def _count_uses(uses: Iterable[DeferredGradients], again: Iterable[Node]) -> Counter[int]:
+    """Count all uses of the leaves of ``uses``, by the id of the leaf.
+
+    Of the nodes on the ways to a leaf, each has been reached by one edge and is left by one, but
+    for that of the leaf. So there is one use, and one more for each further edge to any of them.
+    """
+    owner = {node: id(way.leaf) for use in uses for way in use.ways for node in way.nodes}
+    count = Counter(set(owner.values()))
+    count.update([owner[node] for node in again if node in owner])
     return count
 
 
 def is_free_of_hooks(node: Any) -> bool:
     """Whether nobody sees what ``node`` gets and returns."""
-    for handle in node.register_hook(_no_hook), node.register_prehook(_no_hook):
-        hooks = handle.hooks_dict_ref()
-        handle.remove()
-        if hooks:
-            return False
-    return True
+    registering = (node.register_hook, node.register_prehook)
+    return not any([_has_other_hooks(register(_no_hook)) for register in registering])
+
+
+def _has_other_hooks(handle: Any) -> bool:
+    """Whether there are hooks beside that of ``handle``, which is removed."""
+    hooks = handle.hooks_dict_ref()
+    handle.remove()
+    return bool(hooks)
 
 
 def _no_hook(*_: object) -> None:
@@ -243,18 +236,33 @@ RULES = {
 class DeferredGradients:
     """A use of a weight whose gradient is computed later, once the backward has ended."""
 
-    __slots__ = ("_compute", "_handle", "_seen", "_versions", "dy", "edges", "leaves", "x")
+    __slots__ = ("_compute", "_handle", "_seen", "_versions", "dy", "ways", "x")
 
-    def __init__(self, use: WeightUse) -> None:
-        ways = (use.weight,) if use.bias is None else (use.weight, use.bias)
-        self.leaves = [way.leaf for way in ways]
-        """The weight, and the bias if that is put off, too."""
-        self.edges = [way.edge for way in ways]
-        """For each, where the way to it begins."""
-        self._compute, self.x, self._versions = use.compute, use.x, versions((use.x,))
+    def __init__(self, node: Any, ways: list[LeafPath], x: Tensor, compute: ToWeight) -> None:
+        self.ways = ways
+        """The way to the weight, and that to the bias if it is put off, too."""
+        self.x = x
+        """The input that the weight meets."""
+        self._compute, self._versions = compute, versions((x,))
         self.dy: Tensor  # once the backward has ended
         self._seen: dict[int, tuple[Tensor, int] | None] = {}  # by number of the backward
-        self._handle = use.node.register_prehook(self._see)  # after all others
+        self._handle = node.register_prehook(self._see)  # after all others
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        """The weight, and the bias if that is put off, too."""
+        return [way.leaf for way in self.ways]
+
+    def drop(self) -> None:
+        """Note nothing more, since nothing is put off."""
+        self._handle.remove()
+
+    def drop_if_seen(self) -> bool:
+        """Return whether other prehooks see what arrives, and if so, note nothing more."""
+        is_seen = len(self._handle.hooks_dict_ref()) > 1
+        if is_seen:
+            self.drop()
+        return is_seen
 
     def _see(self, dys: Sequence[Tensor | None]) -> None:
         self._seen[backward_id()] = _kept(dys[0])
@@ -266,10 +274,9 @@ class DeferredGradients:
         have seen that, and there are no others. From now on no node that saves tensors is held.
         """
         self._handle.remove()
-        dy = _kept(captured)
-        if numbers:
-            dy = self._seen.get(numbers[0], dy)
-        self._seen = {}
+        seen, self._seen = self._seen, {}
+        is_seen = bool(numbers) and numbers[0] in seen
+        dy = seen[numbers[0]] if is_seen else _kept(captured)
         if dy is None:
             return False
         self.dy = dy[0]
@@ -287,7 +294,7 @@ class DeferredGradients:
                 "a tensor needed for the gradient of a weight was modified in place before that "
                 "was computed, which the schedule does later; clone it, or use schedule='1f1b'"
             )
-        found: tuple[Tensor, ...] = self._compute(self.x, self.dy, len(self.leaves) > 1)
+        found: tuple[Tensor, ...] = self._compute(self.x, self.dy, len(self.ways) > 1)
         return found
 
 
@@ -320,9 +327,8 @@ def defer_weights(
     Returns:
         The gradients of ``xs`` and of leaves that are not put off, and these leaves.
     """
-    uses = find_uses(reachable, [y.node for y in ys])
-    deferred = list(map(DeferredGradients, uses))
-    put_off = {id(leaf) for one in deferred for leaf in one.leaves}
+    uses = find_uses(reachable)
+    put_off = {id(way.leaf) for one in uses.values() for way in one.ways}
     leaves = [leaf for leaf in reachable.leaves if id(leaf) not in put_off]
     if not uses:
         return run(ys, (*xs, *leaves), dys), leaves
@@ -331,14 +337,14 @@ def defer_weights(
         begin: Any = own.view_as(own)
     numbers = list[int]()
     begin.grad_fn.register_prehook(lambda _: numbers.append(backward_id()))
-    nodes = [GradientEdge(use.node, 0) for use in uses]
+    nodes = [GradientEdge(node, 0) for node in uses]
     wanted = (*xs, *leaves, *nodes, own)  # nodes, so that the engine goes there
     found: Sequence[Tensor | None] = (None,) * len(wanted)
     try:
         found = run((begin, *ys), wanted, (own.detach(), *dys))  # last, it might meet y's node
     finally:
         captured = found[-1 - len(nodes) : -1]
-        pairs = zip(deferred, captured, strict=True)
+        pairs = zip(uses.values(), captured, strict=True)
         later += [one for one, dy in pairs if one.end(numbers, dy)]
     return found[: -1 - len(nodes)], leaves
 
@@ -365,23 +371,19 @@ def differentiate_recomputed(
 
 def compute_deferred(later: list[DeferredGradients]) -> tuple[list[Tensor], list[Tensor | None]]:
     """Return weights and their gradients. Empties the list, to free memory as it goes."""
-    sums: dict[tuple[Any, int], tuple[GradientEdge, Tensor]] = {}
+    sums: dict[GradientEdge, Tensor] = {}
     wanted: dict[int, Tensor] = {}
     later.reverse()
     with torch.no_grad():
         while later:
             use = later.pop()
-            if any([leaf.requires_grad for leaf in use.leaves]):
-                for leaf, edge, gradient in zip(
-                    use.leaves, use.edges, use.gradients(), strict=True
-                ):
+            if any([way.leaf.requires_grad for way in use.ways]):
+                for (leaf, edge, *_), gradient in zip(use.ways, use.gradients(), strict=True):
                     if leaf.requires_grad:  # not frozen since
                         wanted[id(leaf)] = leaf
-                        key = edge.node, edge.output_nr
-                        total = gradient if key not in sums else sums[key][1] + gradient
-                        sums[key] = edge, total
+                        total = gradient if edge not in sums else sums[edge] + gradient
+                        sums[edge] = total
             del use
     # Hooks on a cast or a transposed weight see the sum of all uses.
     leaves = list(wanted.values())
-    edges, gradients = zip(*sums.values(), strict=True) if sums else ((), ())
-    return leaves, list(differentiate(edges, leaves, gradients))
+    return leaves, list(differentiate([*sums], leaves, [*sums.values()]))

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain, groupby
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
@@ -63,7 +63,7 @@ def differentiate_partition(
     if graph.find_reachable is None:
         reachable = find_leaves(ends, [order.ENTRANCE], cut.numbers())
     else:
-        reachable = graph.find_reachable(ends)
+        reachable = _find_or_reuse(cut, graph, graph.find_reachable, ends)
     _refuse_own_hooks(cut, reachable.leaves)
     run = partial(gradients_of, stage, reachable)
     xs = [crossing.entered for crossing in graph.entered]
@@ -89,6 +89,38 @@ def differentiate_partition(
 
 
 _node: Callable[[Any], Any] = attrgetter("node")
+_parameters: Callable[[nn.Module], Iterable[Tensor]] = methodcaller("parameters")
+_requires_grad: Callable[[Tensor], bool] = attrgetter("requires_grad")
+
+
+def _find_or_reuse(
+    cut: StepBoundary,
+    graph: PartitionGraph,
+    find: Callable[[list[Any]], Reachable],
+    ends: list[Any],
+) -> Reachable:
+    """Return what is behind the ends of a graph of any model, in which all may be known.
+
+    To walk along it costs a tenth of the forward. So the leaves of a third micro-batch are those of
+    two before it, if the same layers have made as many nodes, of no function written in Python, and
+    the two have used the same leaves, among them all weights of these layers: what the third uses
+    first is none of them.
+    """
+    key = (*graph.made, len(ends))
+    before, is_settled = cut.leaves.get(key, (None, False))
+    if before is not None and is_settled:
+        return Reachable(before, [], [], [])
+    reachable = find(ends)
+    in_python = is_in_python(map(type, reachable.nodes), _ENGINELESS)
+    if cut.defers_weights or reachable.others or in_python:
+        cut.leaves.pop(key, None)
+        return reachable
+    leaves = [*map(id, reachable.leaves)]
+    weights = chain.from_iterable(map(_parameters, graph.made[1]))
+    is_same = before is not None and [*map(id, before)] == leaves
+    is_settled = is_same and set(leaves).issuperset(map(id, filter(_requires_grad, weights)))
+    cut.leaves[key] = reachable.leaves, is_settled
+    return reachable
 
 
 def gradients_of(
@@ -105,7 +137,7 @@ def gradients_of(
     """
     assert stage.step_boundary is not None
     weights, inner = reachable.leaves, NOTHING
-    if is_in_python(map(type, reachable.nodes), _ENGINELESS):
+    if reachable.nodes and is_in_python(map(type, reachable.nodes), _ENGINELESS):
         others = stage.step_boundary.step.extra_parameters()
         weights = [*weights, *stage.layers.parameters(), *others]
         inner = taking_gradients(weights, stage.step_boundary.gradients)

@@ -8,6 +8,7 @@ do it in parallel.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -49,6 +50,8 @@ class StepBoundary:
         """Whether ``B[i,j]`` leaves gradients of weights to ``W[i,j]``."""
         self.deferred: dict[int, list[DeferredGradients]] = {}
         """What ``W[i,j]`` computes, by micro-batch."""
+        self.leaves: dict[Hashable, tuple[list[Tensor], bool]] = {}
+        """The leaves of graphs that are alike, and whether those of the next need no search."""
         self._first: int | None = None  # nodes made here have numbers from this on
 
     def cross(self, i: int, x: Value, origin: int | None, is_skip: bool = False) -> Value:

@@ -28,9 +28,8 @@ def put_off_of(module: nn.Module, y: Tensor) -> set[str]:
     """Returns the names of the parameters whose gradients are put off."""
     ends: Any = [y.grad_fn]
     names = {id(parameter): name for name, parameter in module.named_parameters()}
-    uses = find_uses(find_leaves(ends), ends)
-    ways = [way for use in uses for way in (use.weight, use.bias) if way is not None]
-    return {names[id(way.leaf)] for way in ways}
+    uses = find_uses(find_leaves(ends))
+    return {names[id(leaf)] for use in uses.values() for leaf in use.leaves}
 
 
 class Conv1D(nn.Module):
