@@ -173,7 +173,7 @@ class CurrentPartition:
             with Paused(self._intercept):
                 self._end_boundary(self._intercept)
         if self._graph is not None:
-            self._graph.end(self._rng.called or ())
+            self._graph.end()
         self._segments = None
         self._block.close()
 

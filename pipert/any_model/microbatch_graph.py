@@ -158,9 +158,9 @@ class MicroBatchGraph:
         self.earlier = range(min(self._starts.values()), self.first)
         self._step.ledger[self._i, j].find_reachable = partial(self._find_reachable, j)
 
-    def end(self, called: Iterable[nn.Module]) -> None:
-        """End the partition, which has ``called`` these layers."""
-        self._step.ledger[self._i, self.j].made = node_count() - self.first, frozenset(called)
+    def end(self) -> None:
+        """Note how many nodes the partition has made."""
+        self._step.ledger[self._i, self.j].made = node_count() - self.first
 
     def enter_inputs(self, x: Value) -> Value:
         """Return the model's inputs with a graph that begins in partition 0."""

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain, groupby
-from operator import attrgetter, methodcaller
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -63,7 +63,7 @@ def differentiate_partition(
     if graph.find_reachable is None:
         reachable = find_leaves(ends, [order.ENTRANCE], cut.numbers())
     else:
-        reachable = _find_or_reuse(cut, graph, graph.find_reachable, ends)
+        reachable = _find_or_reuse(stage, cut, graph, graph.find_reachable, ends)
     _refuse_own_hooks(cut, reachable.leaves)
     run = partial(gradients_of, stage, reachable)
     xs = [crossing.entered for crossing in graph.entered]
@@ -89,11 +89,10 @@ def differentiate_partition(
 
 
 _node: Callable[[Any], Any] = attrgetter("node")
-_parameters: Callable[[nn.Module], Iterable[Tensor]] = methodcaller("parameters")
-_requires_grad: Callable[[Tensor], bool] = attrgetter("requires_grad")
 
 
 def _find_or_reuse(
+    stage: Stage,
     cut: StepBoundary,
     graph: PartitionGraph,
     find: Callable[[list[Any]], Reachable],
@@ -102,11 +101,10 @@ def _find_or_reuse(
     """Return what is behind the ends of a graph of any model, in which all may be known.
 
     To walk along it costs a tenth of the forward. So the leaves of a third micro-batch are those of
-    two before it, if the same layers have made as many nodes, of no function written in Python, and
-    the two have used the same leaves, among them all weights of these layers: what the third uses
-    first is none of them.
+    two before it, if these have used the same ones, and it has made as many nodes, of no function
+    written in Python. It may be the first to use another weight: all that it can get are with them.
     """
-    key = (*graph.made, len(ends))
+    key = graph.made, len(ends)
     before, is_settled = cut.leaves.get(key, (None, False))
     if before is not None and is_settled:
         return Reachable(before, [], [], [])
@@ -115,11 +113,12 @@ def _find_or_reuse(
     if cut.defers_weights or reachable.others or in_python:
         cut.leaves.pop(key, None)
         return reachable
-    leaves = [*map(id, reachable.leaves)]
-    weights = chain.from_iterable(map(_parameters, graph.made[1]))
-    is_same = before is not None and [*map(id, before)] == leaves
-    is_settled = is_same and set(leaves).issuperset(map(id, filter(_requires_grad, weights)))
-    cut.leaves[key] = reachable.leaves, is_settled
+    leaves = {id(leaf): leaf for leaf in reachable.leaves}
+    is_settled = before is not None and [*map(id, before)] == [*leaves]
+    if is_settled:
+        weights = (*stage.layers.parameters(), *cut.step.extra_parameters())
+        leaves.update({id(weight): weight for weight in weights if weight.requires_grad})
+    cut.leaves[key] = [*leaves.values()], is_settled
     return reachable
 
 

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from pipert._torch import next_hook
@@ -71,8 +71,8 @@ class PartitionGraph:
     """What ``R[i,j]`` repeats, if the micro-batch is checkpointed."""
     find_reachable: Callable[[list[Node]], Reachable] | None = None
     """Returns what is behind the ends of the graph; by default the stage's nodes are its own."""
-    made: tuple[int, frozenset[nn.Module]] = 0, frozenset()
-    """The number of nodes that the ``F[i,j]`` of any model has made, and the layers it called."""
+    made: int = 0
+    """The number of nodes that the ``F[i,j]`` of any model has made."""
 
 
 @dataclass

@@ -62,9 +62,13 @@ class Model(nn.Module):
         super().__init__()
         self.first, self.layer, self.spare = linear(4, 4), Layer(kind), Layer("same")
         self.is_routed = kind == "layer"
+        scales = [torch.ones(4, dtype=torch.float64) for _ in range(2)]
+        self.scales = nn.ParameterList(scales if kind == "scale" else [])
 
     def forward(self, x: Tensor, late: Tensor) -> Tensor:
         y = self.layer(self.first(x), late)
+        if len(self.scales):
+            y = y * self.scales[int(late.max())]
         last: Tensor = (self.spare if late and self.is_routed else self.layer)(y, late)
         return last
 
@@ -91,7 +95,7 @@ def a_model(kind: str) -> Model:
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "call"])
-@pytest.mark.parametrize("kind", ["same", "weight", "node", "function", "layer", "caller"])
+@pytest.mark.parametrize("kind", ["same", "weight", "node", "function", "layer", "scale", "caller"])
 def test_each_weight_gets_the_gradients_of_all_micro_batches(
     kind: str, schedule: str, checkpoint: str
 ) -> None:
