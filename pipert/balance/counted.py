@@ -8,7 +8,7 @@ that saves no matrix of scores, which PyTorch does not choose on meta.
 from __future__ import annotations
 
 import contextlib
-import contextvars
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,23 +24,23 @@ FLOPS, BANDWIDTH, LAUNCH, LINK = 400e12, 2e12, 5e-6, 50e9
 
 aten = torch.ops.aten
 _ALLOCATIONS = aten.empty, aten.empty_like, aten.empty_strided
-_clock: contextvars.ContextVar[_Clock | None] = contextvars.ContextVar("pipert_clock", default=None)
+_local = threading.local()  # no context variable: layers are measured in contexts of their own
 
 
 @contextlib.contextmanager
 def counting() -> Iterator[None]:
     """Count the time of operations on meta in the block, for :func:`counted_seconds`."""
     with _Clock() as clock, _FusedAttention():
-        token = _clock.set(clock)
+        _local.clock = clock
         try:
             yield
         finally:
-            _clock.reset(token)
+            _local.clock = None
 
 
 def counted_seconds() -> float | None:
     """Return the time that operations have taken so far; ``None`` outside of such a block."""
-    clock = _clock.get()
+    clock: _Clock | None = getattr(_local, "clock", None)
     return None if clock is None else clock.seconds
 
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from pipert._torch import weak_storage
+from pipert._torch import pytree, weak_storage
 from pipert._typing import Value
 from pipert.any_model.checkpointed_calls import objects_in, refuse_changes
 from pipert.autograd.leaves import find_leaves
@@ -291,7 +291,10 @@ def measure_all(call: MeasuredCall) -> tuple[Cost, Carried]:
     objects = objects_in([*args, *kwargs.values()])
     cost, output = measure_sizes(call)
     refuse_changes(objects)  # before it is called again
-    times, _ = contextvars.Context().run(time_once, call, True)  # where nothing collects outputs
+    context = contextvars.copy_context()
+    for variable, value in [*context.items()]:  # hooks may collect outputs there
+        context.run(variable.set, pytree.tree_map(lambda leaf: leaf, value))
+    times, _ = context.run(time_once, call, True)
     return cost.with_times(times), output
 
 

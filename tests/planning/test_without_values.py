@@ -17,6 +17,7 @@ from torch.nn.functional import cross_entropy, interpolate
 
 import pipert
 from pipert import pipeline, plan_for
+from pipert.balance.counted import FLOPS
 
 safetensors = pytest.importorskip("safetensors.torch", reason="checkpoints are in its files")
 
@@ -366,6 +367,7 @@ def test_a_map_of_adapters_is_for_their_base() -> None:
 
 def test_a_hook_collects_each_output_once() -> None:
     collected = contextvars.ContextVar[list[Tensor]]("collected")
+    scale = contextvars.ContextVar[float]("scale")
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -373,6 +375,10 @@ def test_a_hook_collects_each_output_once() -> None:
             self.layers = nn.ModuleList([nn.Linear(k, k + 1) for k in range(2, 6)])
             for layer in self.layers:
                 layer.register_forward_hook(self.collect)
+                layer.register_forward_pre_hook(self.read)
+
+        def read(self, *_: object) -> None:
+            assert scale.get() == 2
 
         def collect(self, _: Any, __: Any, y: Tensor) -> None:
             if (found := collected.get(None)) is not None:
@@ -380,6 +386,7 @@ def test_a_hook_collects_each_output_once() -> None:
 
         def forward(self, x: Tensor) -> Tensor:  # as transformers collects hidden states
             token = collected.set([])
+            scale.set(2.0)
             for layer in self.layers:
                 x = layer(x)
             found = collected.get()
@@ -398,6 +405,16 @@ def test_a_layer_that_cannot_be_counted_is_named() -> None:
         planned(model, batch, devices=2)
     told = "\n".join(caught.value.__notes__)
     assert "model.layers.0" in told and "pass a list of devices" in told
+
+
+def test_times_are_those_of_the_operations_that_were_counted() -> None:
+    width, rows, layers = 4096, 8192, 4
+    model = nn.Sequential(*[nn.Linear(width, width) for _ in range(layers)]).to("meta")
+    plan = plan_for(model, torch.empty(rows, width, device="meta"), devices=1, memory="80GiB",
+                    chunks=[1])[0]  # fmt: skip
+    products = 3 * layers - 1  # the input of the first layer needs no gradient
+    least = products * 2 * rows * width**2 / FLOPS
+    assert least <= plan.seconds < 1.5 * least
 
 
 def test_a_plan_says_how_many_gpus_would_do() -> None:
