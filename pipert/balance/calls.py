@@ -223,7 +223,7 @@ class _Calls:
         name = self._names.get(module)
         if name is None:  # a layer inside a pipe
             return call(*args, **kwargs)
-        with self.gathering.paused():  # The model's own code may hand a parameter to a layer.
+        with self.gathering.paused():  # the model's own code may hand it a parameter
             args, kwargs = pytree.tree_map_only(Tensor, self.gathering.bring, (args, kwargs))
         arguments = Arguments(args, kwargs)
         upstream = self.end_own_code(arguments)

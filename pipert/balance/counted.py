@@ -16,8 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from pipert import _torch
-from pipert._torch import DispatchMode, efficient_attention, flash_attention, flop_formulas, pytree
+from pipert._torch import (
+    DispatchMode,
+    efficient_attention,
+    flash_attention,
+    flop_formulas,
+    pytree,
+    run_backward,
+)
 
 FLOPS, BANDWIDTH, LAUNCH, LINK = 400e12, 2e12, 5e-6, 50e9
 """Assumed: operations and bytes a second, seconds of a launch, bytes a second between devices."""
@@ -78,7 +84,7 @@ class _FusedAttention(TorchFunctionMode):
             options = [kwargs[name] for name in ("retain_graph", "create_graph")]
             given = tuple(kwargs["grad_outputs"]), *options, args[1], True
             with self:  # since a layer with a checkpoint inside computes its attention again
-                return _torch.run_backward(args[0], *given, accumulate_grad=False)
+                return run_backward(args[0], *given, accumulate_grad=False)
         return func(*args, **kwargs)
 
 

@@ -102,7 +102,7 @@ def _find_or_reuse(
 
     To walk along it costs a tenth of the forward. So the leaves of a third micro-batch are those of
     two before it, if these have used the same ones, and it has made as many nodes, of no function
-    written in Python. It may be the first to use another weight: all that it can get are with them.
+    written in Python. It may be the first to use another weight, so all in its reach are added.
     """
     key = graph.made, len(ends)
     before, is_settled = cut.leaves.get(key, (None, False))
